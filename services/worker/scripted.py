@@ -4,21 +4,22 @@
         group = play(Double(), ScriptedPolicy(lambda prompt: str(2 * int(prompt))))
         assert list(group.scores) == [1.0] * 4
 
-Tokens are the code points of the characters, followed by `END` if the answer is shorter than `max_tokens`.
+Tokens are the code points of the characters, followed by `END` if the answer is shorter than `max_tokens`. The
+contents of messages are joined by newlines.
 """
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.trajectory import group_of
+from rolloutmq.services.worker.trajectory import Trajectory, check_new, group_of
 
 END: Final = 0
 """Token that ends an answer."""
@@ -33,7 +34,7 @@ class ScriptedPolicy:
     """A `Policy` that answers from a script.
 
     Attributes:
-        prompts: Prompts so far, as text; messages of a conversation are joined by newlines.
+        prompts: Prompts so far, as text, with earlier turns.
         version: Policy version of every token; may be set.
     """
 
@@ -47,28 +48,54 @@ class ScriptedPolicy:
         self,
         prompt: str | Sequence[int],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """Return `n` scripted answers; see `Policy.complete`."""
-        text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
+        new = await self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = new if after is None else [*map(int, after.token_ids), *new]
+        text = await self.detokenize(ids)
         self.prompts.append(text)
-        return [self._completion(text, self._answer(text), max_tokens, stop, temperature) for _ in range(n)]
+        return [self._completion(ids, self._answer(text), max_tokens, stop, temperature) for _ in range(n)]
 
     async def chat(
         self,
         messages: Sequence[ChatMessage],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """Return `n` scripted answers; see `Policy.chat`."""
-        text = "\n".join(str(message["content"]) for message in messages)
-        return await self.complete(text, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
+        prompt = await self.render(messages, after=after)
+        return await self.complete(prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the code points of the characters; see `Policy.tokenize`."""
+        return list(map(ord, text))
+
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """Return the characters, without `END`; see `Policy.detokenize`."""
+        return "".join(chr(token) for token in tokens if token != END)
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002 - a script needs no definitions
+        after: Trajectory | None = None,
+    ) -> list[int]:
+        """Return the contents, joined by newlines; see `Policy.render`."""
+        contents = [str(message["content"]) for message in messages]
+        if after is None:
+            return await self.tokenize("\n".join(contents))
+        check_new(messages)
+        return [*map(int, after.token_ids), *await self.tokenize("".join(f"\n{one}" for one in contents))]
 
     def endpoint(self) -> NoReturn:
         """Raise UsageError: a script has no address. Test the other methods of the environment instead."""
@@ -83,7 +110,12 @@ class ScriptedPolicy:
         return self._answers[(self._given - 1) % len(self._answers)]
 
     def _completion(
-        self, prompt: str, answer: str, max_tokens: int, stop: str | Sequence[str] | None, temperature: float
+        self,
+        prompt: Sequence[int],
+        answer: str,
+        max_tokens: int,
+        stop: str | Sequence[str] | None,
+        temperature: float,
     ) -> Completion:
         stops = [stop] if isinstance(stop, str) else list(stop or ())
         cut = min((at for text in stops if (at := answer.find(text)) >= 0), default=len(answer))
@@ -92,7 +124,7 @@ class ScriptedPolicy:
         token_ids = [*map(ord, text), *([END] if ended else [])]
         return Completion(
             text=text,
-            prompt_token_ids=list(map(ord, prompt)),
+            prompt_token_ids=list(prompt),
             token_ids=token_ids,
             logprobs=[LOGPROB] * len(token_ids),
             oldest=self.version,

@@ -8,6 +8,7 @@ from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.scripted import END, LOGPROB, ScriptedPolicy
+from rolloutmq.services.worker.trajectory import Trajectory
 
 
 def test_answers_come_from_the_script() -> None:
@@ -40,3 +41,31 @@ def test_a_script_has_no_server() -> None:
     policy: Policy = ScriptedPolicy("a")
     with pytest.raises(UsageError, match="no server"):
         policy.endpoint()
+
+
+async def test_a_turn_continues_the_tokens_of_those_before() -> None:
+    policy: Policy = (script := ScriptedPolicy(["ab", "c"]))
+    (first,) = await policy.complete("q")
+    sequence = Trajectory.of(first)
+    (second,) = await policy.chat([{"role": "tool", "content": "7"}], after=sequence)
+    assert script.prompts == ["q", "qab\n7"], "without the end of an answer"
+    assert second.prompt_token_ids == [*map(ord, "qab"), END, *map(ord, "\n7")]
+    (third,) = await policy.complete("!", after=sequence.then(second))
+    assert script.prompts[-1] == "qab\n7c!"
+    assert sequence.then(second).then(third).finish_reason == "stop"
+
+
+async def test_the_turns_so_far_are_not_said_again() -> None:
+    policy: Policy = ScriptedPolicy("ab")
+    sequence = Trajectory.of((await policy.complete("q"))[0])
+    said = [{"role": "assistant", "content": "ab"}, {"role": "tool", "content": "7"}]
+    with pytest.raises(UsageError, match="must be only those since its last answer"):
+        await policy.chat(said, after=sequence)
+    assert await policy.chat(said)
+
+
+async def test_the_tokenizer_of_a_script_knows_every_character() -> None:
+    policy: Policy = ScriptedPolicy("a")
+    assert await policy.detokenize(await policy.tokenize("q é")) == "q é"
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert await policy.detokenize(await policy.render(messages, tools=[])) == "a\nb"
