@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import rolloutmq
-
 ROOT = Path(__file__).parents[2]
 FLOORS = ["bus", "launch", "schemas", "services", "trainer"]
 
@@ -60,11 +58,6 @@ def test_every_promised_target_can_be_made() -> None:
         "test-transformers4",
         "test-vllm",
     ]
-
-
-def test_the_version_is_said_once() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == rolloutmq.__version__
 
 
 def loaded_by(statement: str) -> set[str]:
