@@ -4,6 +4,7 @@ Each public name is loaded on first use, so that `import rolloutmq` costs nothin
 torch, a socket or a service. Type checkers read the imports, and the names of `__all__`, which are written out.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,13 @@ if TYPE_CHECKING:
 
 _HOME_OF: dict[str, str] = {}
 __all__ = ["__version__"]
+
+
+if not TYPE_CHECKING and sys.platform != "linux":  # a checker on another system still reads the names below
+    raise ImportError(
+        f"sys.platform: rolloutmq runs on Linux only (got {sys.platform}); use a Linux machine, a container or WSL 2",
+        name=__name__,
+    )
 
 
 def _live_in(home: str) -> None:
