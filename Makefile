@@ -8,8 +8,8 @@ export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers \
-	test-transformers4 test-vllm test-transferqueue soak soak-faults fuzz check docs bench bench-rewards bench-rivals accept newest \
-	reference lock clean
+	test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench bench-rewards \
+	bench-rivals accept newest reference lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
 PIP := -m pip install --disable-pip-version-check --no-deps
@@ -77,6 +77,9 @@ test-vllm: $(VENV)/.installed .venv-vllm/.installed ## real vLLM against forward
 test-transformers4: $(VENV)/.installed .venv-transformers4/.installed ## tokenizers, read by the version before
 	$(BIN)/python -m pytest -m rival tests/trainer/policy/test_tokenizer.py
 
+test-install: $(VENV)/.installed .venv-build/.installed ## the release, installed by pip on each Python and tried there
+	$(PYTEST) --override-ini=faulthandler_timeout=0 -m rival tests/house/distribution # each has a limit of its own
+
 GROUPS ?= 30000
 KILLS ?= 60
 SEED ?=
@@ -128,6 +131,13 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	$(PYTHON) -m venv .venv-transferqueue
 	.venv-transferqueue/bin/python $(LOCKED) requirements/transferqueue.txt
 	$(call install_torch,.venv-transferqueue)
+	touch $@
+
+# What builds a release, and checks it for an index.
+.venv-build/.installed: requirements/build.txt
+	$(PYTHON) -m venv .venv-build
+	.venv-build/bin/python $(LOCKED) requirements/build.txt
+	.venv-build/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
 	touch $@
 
 # vLLM alone: what runs in it of this package it finds by a link, see services/inference/vllm.
@@ -196,6 +206,6 @@ reference: $(VENV)/.installed ## the pages of docs/reference that are made from 
 
 clean:
 	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-verifiers .venv-verifiers04 .venv-transformers4 \
-		.venv-vllm .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache \
-		.hypothesis runs
+		.venv-build .venv-vllm .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
+		.import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

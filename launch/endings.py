@@ -1,7 +1,8 @@
 """End of a command: a RolloutMQ error is reported as one line and an exit code, without a traceback.
 
 Several problems of a configuration are reported at once, one line each. Of an exception in the user's code, the report
-follows: the frames of his files, the task and the completion.
+follows: the frames of his files, the task and the completion. A command that needs torch names the extra
+of an installation without it.
 
 Exit codes: 0 done, 1 failed, 2 invalid configuration or command line, 4 the run directory is in use.
 """
@@ -14,14 +15,18 @@ from typing import Final, NoReturn
 from rolloutmq.bus.lifecycle import IN_USE
 from rolloutmq.schemas.errors import (
     ConfigError,
+    MissingError,
     OutputFailedError,
     RolloutMQError,
     RunDirInUseError,
     UnusablePathError,
+    install_remedy,
 )
 
 EXIT_FAILED: Final = 1
 EXIT_CONFIG: Final = 2
+TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
+"""Packages of the extra `trainer`, which the trainer and the tiny inference server import."""
 
 
 class UserCodeError(ConfigError):
@@ -91,6 +96,10 @@ def _ended(run: Callable[[], int | str | None]) -> int | str | None:
         return run()
     except SystemExit as ended:
         return ended.code
+    except ModuleNotFoundError as error:
+        if error.name not in TRAINER_NEEDS:
+            raise
+        raise MissingError(f"the package {error.name}", install_remedy("trainer")) from error
     except OSError as error:
         from rolloutmq.services.monitor.text.exit_codes import is_of_output, silence_output
 

@@ -490,17 +490,16 @@ class MissingError(ResourceError):
     """This machine lacks a file, a package or a device that the run needs."""
 
     def __init__(self, what: str, remedy: str, problem: str = "is missing") -> None:
-        self.what = what
-        self.remedy = remedy
-        self.problem = problem
+        self.what, self.remedy, self.problem = what, remedy, problem
 
     def __str__(self) -> str:
         return f"{self.what} {self.problem}: {self.remedy}"
 
 
 def install_remedy(extra: str) -> str:
-    """Return how to install an optional part; no package index has this project."""
-    return f"in the checkout of RolloutMQ, run pip install '.[{extra}]'"
+    """Return how to install an optional part; torch for CPUs is a thirtieth of the build that pip takes by itself."""
+    cpu = "; without a GPU first run pip install torch --index-url https://download.pytorch.org/whl/cpu"
+    return f"run pip install 'rolloutmq[{extra}]'{cpu if extra == 'trainer' else ''}"
 
 
 class TasksFullError(RetryableError):

@@ -75,7 +75,7 @@ def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 def module(name: str, extra: str, what: str, *, needed: bool = False) -> Finding:
     """Check that a package of one of our extras is installed, without importing it."""
     there = importlib.util.find_spec(name) is not None
-    remedy = install_remedy(extra) if extra else "in the checkout of RolloutMQ, run pip install ."
+    remedy = install_remedy(extra) if extra else "run pip install rolloutmq"
     return Finding(what, there, "installed" if there else "not installed", remedy, needed)
 
 

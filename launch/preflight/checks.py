@@ -11,13 +11,12 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
 
 import psutil
 
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import bind_host
-from rolloutmq.launch.endings import ProblemsError, UserCodeError, raise_all
+from rolloutmq.launch.endings import TRAINER_NEEDS, ProblemsError, UserCodeError, raise_all
 from rolloutmq.launch.preflight.trial import TIMEOUT_S, Tell, tried, try_environments
 from rolloutmq.launch.settings import load_part
 from rolloutmq.schemas.config.command import problem_of_secrets
@@ -38,8 +37,6 @@ from rolloutmq.services.http_access import http_token
 from rolloutmq.services.inference.vllm.installed import require_vllm
 from rolloutmq.services.programs.command import check_command
 from rolloutmq.services.worker.loader import check_entry
-
-TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
 
 
 def _silent(_text: str) -> None:

@@ -4,6 +4,7 @@ Each public name is loaded on first use, so that `import rolloutmq` costs nothin
 torch, a socket or a service. Type checkers read the imports, and the names of `__all__`, which are written out.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -92,10 +93,17 @@ if TYPE_CHECKING:
     from rolloutmq.services.worker.trajectory import Trajectory
     from rolloutmq.trainer.policy.own import run_policy, share_weights
 
-__version__ = "0.1.0"
+    __version__: str
 
 _HOME_OF: dict[str, str] = {}
 __all__ = ["__version__"]
+
+
+if not TYPE_CHECKING and sys.platform != "linux":  # a checker on another system still reads the names below
+    raise ImportError(
+        f"sys.platform: rolloutmq runs on Linux only (got {sys.platform}); use a Linux machine, a container or WSL 2",
+        name=__name__,
+    )
 
 
 def _live_in(home: str) -> None:
@@ -220,10 +228,22 @@ _live_in("rolloutmq.services.rewards.registry")
 if not TYPE_CHECKING:  # seen by a type checker, it would stand for every misspelled name
 
     def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return _version()
         home = _HOME_OF.get(name)
         if home is None:
             raise AttributeError(f"module 'rolloutmq' has no attribute {name!r}")
         return getattr(import_module(home), name)
+
+
+def _version() -> str:
+    """Return the version that was installed; `0+unknown` for a checkout that is on the path alone."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(__name__)
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def __dir__() -> list[str]:

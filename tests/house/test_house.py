@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import rolloutmq
-
 ROOT = Path(__file__).parents[2]
 FLOORS = ["bus", "launch", "schemas", "services", "trainer"]
 
@@ -29,7 +27,7 @@ def test_the_package_holds_nothing_else() -> None:
 
 def test_every_promised_target_can_be_made() -> None:
     trainers = ("test-trl", "test-skyrl", "test-verl", "test-verifiers")
-    rivals = ("test-atropos", *trainers, "test-transferqueue", "test-vllm", "quickstart-vllm")
+    rivals = ("test-atropos", *trainers, "test-install", "test-transferqueue", "test-vllm", "quickstart-vllm")
     tests = ("test", "test-extended", "test-all")
     for target in (
         "quickstart",
@@ -58,13 +56,9 @@ def test_every_promised_target_can_be_made() -> None:
         "test-verl",
         "test-verifiers",
         "test-transformers4",
+        "test-install",
         "test-vllm",
     ]
-
-
-def test_the_version_is_said_once() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == rolloutmq.__version__
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -5,10 +5,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rolloutmq.bus.rundir import load_run
+from rolloutmq.schemas.errors import MissingError, install_remedy
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer.policy.model import Policy, build_policy, write_identity
-from rolloutmq.trainer.weights.backends import owned
-from rolloutmq.trainer.weights.share import Source, Writable
+
+try:
+    from rolloutmq.trainer.policy.model import Policy, build_policy, write_identity
+    from rolloutmq.trainer.weights.backends import owned
+    from rolloutmq.trainer.weights.share import Source, Writable
+except (
+    ModuleNotFoundError
+) as error:  # these two names are public, and most of the package works without torch
+    raise MissingError(f"the package {error.name}", install_remedy("trainer")) from None
 
 
 def run_policy(run_dir: str | Path) -> Policy:

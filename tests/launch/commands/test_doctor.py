@@ -39,9 +39,9 @@ def test_an_old_python_is_missing_something() -> None:
 
 
 def test_a_package_that_is_not_there_names_its_extra() -> None:
-    finding = doctor.module("no_such_package_here", "trainer", "torch")
+    finding = doctor.module("no_such_package_here", "report", "matplotlib")
     assert not finding.fine
-    assert finding.remedy == "in the checkout of RolloutMQ, run pip install '.[trainer]'"
+    assert finding.remedy == "run pip install 'rolloutmq[report]'"
 
 
 def test_no_shared_memory(tmp_path: Path) -> None:

@@ -216,14 +216,14 @@ def test_adapters_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
     check(config(tmp_path))
-    with pytest.raises(MissingError, match=r"peft is missing: .*pip install '\.\[lora\]'"):
+    with pytest.raises(MissingError, match=r"peft is missing: .*pip install 'rolloutmq\[lora\]'"):
         check(config(tmp_path, trainer={"lora": {"rank": 4}}))
 
 
 def test_a_package_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
-    with pytest.raises(MissingError, match=r"pip install '\.\[trainer\]'"):
+    with pytest.raises(MissingError, match=r"pip install 'rolloutmq\[trainer\]'"):
         check(config(tmp_path))
     external = {"kind": "external", "url": "http://127.0.0.1:1/v1"}
     check(config(tmp_path, trainer={"enabled": False}, inference=external))

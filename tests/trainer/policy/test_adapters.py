@@ -160,5 +160,5 @@ def test_targets_are_chosen_by_name() -> None:
 
 def test_without_peft_it_is_said_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingError, match=r"peft is missing: .*pip install '\.\[lora\]'"):
+    with pytest.raises(MissingError, match=r"peft is missing: .*pip install 'rolloutmq\[lora\]'"):
         Adapters(build_policy(MODEL, 0), LORA)

@@ -116,7 +116,7 @@ def test_smoothing_is_centred_and_keeps_the_length() -> None:
 def test_missing_matplotlib_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
-    with pytest.raises(MissingError, match=r"pip install '\.\[report\]'"):
+    with pytest.raises(MissingError, match=r"pip install 'rolloutmq\[report\]'"):
         write_report(RunLayout(run_dir), CONFIG, SUMMARY)
 
 

@@ -168,7 +168,9 @@ def test_without_verifiers_the_error_says_how_to_install_it(
 
     monkeypatch.setattr(package_module, "version", absent)
     config = EnvironmentConfig(verifiers="mine-for-verifiers")
-    with pytest.raises(ConfigError, match=r"environment.mine.verifiers: .*pip install '\.\[verifiers\]'"):
+    with pytest.raises(
+        ConfigError, match=r"environment.mine.verifiers: .*pip install 'rolloutmq\[verifiers\]'"
+    ):
         check_entry("mine", config, theirs)
 
 
