@@ -36,6 +36,8 @@ from rolloutmq.services.monitor.text.exit_codes import (
 HEADS: Final = ("ack", "control", "policy", "pressure", "step", "telemetry")
 PATIENCE_S: Final = 1.0
 """Longest wait for one event, before the run itself is looked at."""
+RESTART_S: Final = 10.0
+"""Time in which a broker that was started by hand may be started again, before its run is over."""
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -103,7 +105,7 @@ async def print_events(
     layout: RunLayout, names: tuple[bytes, ...], count: int | None, write: Callable[[str], object]
 ) -> Fate | None:
     """Write a line for each event of the topics, `count` times or until the run is over; then return its fate."""
-    printed, quiet = 0, WaitLog()
+    printed, quiet, served_at = 0, WaitLog(), time.monotonic()
     async with EventFeed(layout, names) as feed:
         while count is None or printed < count:
             event = await feed.next(PATIENCE_S)
@@ -111,8 +113,10 @@ async def print_events(
                 write(line_of(*event, time.time()) + "\n")
                 sys.stdout.flush()
                 printed += 1
+                served_at = time.monotonic()
             elif (fate := _over(layout)) is not None:
-                return fate
+                if not fate.by_hand or time.monotonic() - served_at > RESTART_S:
+                    return fate
             elif missing := _missing(layout):
                 if quiet.is_due(missing, time.monotonic()):
                     _note(f"waiting for a broker: {missing}")

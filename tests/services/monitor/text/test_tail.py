@@ -150,3 +150,42 @@ async def test_a_run_without_a_broker_is_named_and_its_end_ends_the_command(
     fate = await asyncio.wait_for(task, 30)
     assert fate is not None
     assert fate.say(layout) == f"the run in {run_dir} has ended: the trainer is done"
+
+
+async def test_a_broker_started_by_hand_may_come_back_for_a_while(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who follows it through a restart is not sent away; once it stays away, the run has ended."""
+    layout = RunLayout(run_dir)
+    layout.journal.mkdir()
+    monkeypatch.setattr(command, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(command, "RESTART_S", 3600.0)
+    follow = command.print_events(layout, wanted("step"), None, lambda _: None)
+    task = asyncio.create_task(follow)
+    looked = asyncio.Event()
+    over = command._over
+
+    def look(where: RunLayout) -> Any:
+        looked.set()
+        return over(where)
+
+    monkeypatch.setattr(command, "_over", look)
+    await asyncio.wait_for(looked.wait(), 30)
+    assert not task.done()
+    monkeypatch.setattr(command, "RESTART_S", 0.0)
+    fate = await asyncio.wait_for(task, 30)
+    assert fate is not None
+    assert fate.by_hand
+
+
+def test_of_a_run_by_hand_that_has_ended_the_record_is_printed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(run_dir)
+    ended(layout, ("step", 1))
+    layout.summary.unlink()
+    layout.journal.mkdir()
+    assert tail(run_dir, "step") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["number"] == 1
+    assert "its broker, which was started by hand, has ended" in told.err
