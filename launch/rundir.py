@@ -244,6 +244,23 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     raise MissingError(f"{RUNS}/", hint, "has no active run")
 
 
+def require_active(run_dir: Path) -> Path:
+    """Return a run directory whose broker may be asked, to change the run.
+
+    Raises:
+        MissingError: The run has ended, or is dead and its broker with it.
+    """
+    layout = RunLayout(run_dir)
+    fate = fate_of(layout)
+    if fate.life is RunLiveness.ENDED:
+        remedy = "`rolloutmq up CONFIG --resume` continues it"
+        raise MissingError(f"{run_dir}", remedy, f"has ended ({fate.told}), so there is nothing to change")
+    if fate.life is RunLiveness.DEAD and not fate.broker:
+        remedy = f"clean up with `rolloutmq down {run_dir}`"
+        raise MissingError(f"{run_dir}", remedy, f"is dead ({fate.told}), so there is nothing to change")
+    return run_dir
+
+
 @contextmanager
 def _locked(root: Path) -> Iterator[ExitStack]:
     """Lock `run.lock` within the block, or until the yielded stack is closed."""

@@ -12,8 +12,8 @@ import pytest
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import cli
+from rolloutmq.launch.declarations.services import app as services
 from rolloutmq.launch.rundir import claimed
-from rolloutmq.launch.service_commands import app as services
 from rolloutmq.schemas.process import Role
 from rolloutmq.services.process.identity import identify
 
@@ -107,7 +107,7 @@ ON_A_GPU = ["up", "run.toml", "--set", "trainer.device=cuda", "--set", "weights.
         (["cordon"], 2, "gpu"),
         (["cordon", "GPU-1"], 1, "runs/ has no active run"),
         (["uncordon", "GPU-1", "--run-dir", "nowhere"], 1, "nowhere has no run"),
-        (["ledger", "verify", "nowhere"], 2, "nowhere has no run"),
+        (["ledger", "verify", "nowhere"], 1, "nowhere has no run"),
         (["explain", "g1", "--run-dir", "nowhere"], 1, "nowhere has no run"),
         (["explain"], 2, "group_id"),
         (["dead", "list"], 1, "runs/ has no active run"),
