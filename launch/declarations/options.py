@@ -7,7 +7,7 @@ run takes the only active one.
 
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stdout
 from io import StringIO
 from json import dumps
 from pathlib import Path
@@ -71,14 +71,14 @@ def to_change(option: Path | None, argument: Path | None = None) -> Path:
 
 
 def answered(order: Callable[[], int], *, as_json: bool) -> int:
-    """Give an order and return its exit code; as JSON, print one object: `code`, and the lines of `text`.
+    """Give an order and return its exit code; as JSON, print one object: `code`, and the lines it printed as `text`.
 
-    What an error raises is printed as by any other command.
+    Errors go to standard error as text, as those of any other command.
     """
     if not as_json:
         return order()
     text = StringIO()
-    with redirect_stdout(text), redirect_stderr(text):
+    with redirect_stdout(text):
         code = order()
     sys.stdout.write(dumps({"code": code, "text": text.getvalue().splitlines()}) + "\n")
     return code
