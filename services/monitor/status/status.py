@@ -30,29 +30,34 @@ from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluations
+from rolloutmq.services.monitor.report.history import Lately, ran_s, read_lately
 from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
+from rolloutmq.services.monitor.status.ended import show_ended
 from rolloutmq.services.monitor.status.gpus import read_gpus
 from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
     fields,
     joined,
+    slots_of,
     supervision_of,
     trouble_text,
 )
-from rolloutmq.services.monitor.text import format
+from rolloutmq.services.monitor.text import figures, format
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
 
 PATIENCE_S: Final = 3.0
 """Longest wait for the broker, which normally replies in milliseconds."""
+RESTARTED_S: Final = 60.0
+"""Time after the start of a run from which the broker is a later one: the first waits for nothing that long."""
 _LIFE: Final = ("waiting", *WorkerState, SILENT, "stopping", "fatal")
 
 
 @dataclass(frozen=True)
 class RunDetails:
     """State beside the broker's reply: workers, engines, GPUs, the waits of the trainer and of the workers outside the
-    broker, whether the run has workers by design, the curricula, the points of the evaluation, and the problems of the
-    orchestrator and of the record.
+    broker, whether the run has workers by design, the curricula, the points of the evaluation, the problems of the
+    orchestrator and of the record, what training showed last, and the seconds that the run has run.
     """
 
     crew: Sequence[WorkerRow] = ()
@@ -65,15 +70,22 @@ class RunDetails:
     evaluations: Evaluations = NO_EVALUATIONS
     orchestrator: str = ""
     record: str = ""
+    lately: Lately = field(default_factory=Lately)
+    ran_s: float | None = None
 
 
 def status(where: Path, as_json: bool) -> int:
-    """Print the status of a run directory's broker; return the exit code. Blocks for at most six seconds."""
+    """Print the status of a run; return the exit code. Blocks for at most six seconds.
+
+    Of a run that has ended, the files say how. FAILED if its launcher was killed, or if no broker replies.
+    """
     if not where.is_dir():
         return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
     layout = RunLayout(where)
     endpoints = endpoints_of(layout)
     fate = fate_of(layout)
+    if fate.life is RunLiveness.ENDED and (endpoints is None or not fate.broker):
+        return show_ended(layout, fate, as_json)
     if endpoints is None or (fate.life is RunLiveness.DEAD and not fate.broker):
         return complain(fate.say(layout), FAILED)
     try:
@@ -86,7 +98,7 @@ def status(where: Path, as_json: bool) -> int:
     known, book = supervision_of(layout), read_gpus(layout)
     heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
-    crew = joined(known, reply.pressure.workers, now)
+    crew = joined(known, reply.pressure.workers, now, slots_of(layout))
     has_workers = known is not None or _configures_workers(layout)
     also = RunDetails(
         crew,
@@ -99,6 +111,8 @@ def status(where: Path, as_json: bool) -> int:
         Evaluations.read(layout),
         orchestrator_view.problem(layout, known, now, wall, heard_at),
         record_view.problem(layout, now, wall),
+        read_lately(layout),
+        ran_s(layout, wall),
     )
     if as_json:
         orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
@@ -129,7 +143,8 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
 
     `gpus` carry their standings; `limits` says why an environment has fewer workers than its target; `curriculum` has
     the progress of each curriculum, by environment; `evaluation` has the points so far, as in `summary.json`; `metrics`
-    says why no event is recorded, if so.
+    says why no event is recorded, if so; `ran_s` is the time of the run, its lives together; `figures`, `not_finite`
+    and `findings` are what training showed last.
     """
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
@@ -141,6 +156,8 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
         "curriculum": curricula.figures(also.curricula),
         "evaluation": evaluation.figures(also.evaluations),
         "metrics": {"problem": also.record},
+        "ran_s": also.ran_s,
+        **_lately(also.lately),
         **plain,
         **more,
     }
@@ -164,8 +181,9 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     total = f" of {reply.total_steps}" if reply.total_steps else ""
     held = pressure.queued_bytes + pressure.leased_bytes
     rows = [
-        ("run", f"{reply.run}, up {format.clock(reply.uptime_s)}, durability {reply.durability}"),
+        ("run", f"{reply.run}, {_up(reply, also.ran_s)}, durability {reply.durability}"),
         ("step", f"{pressure.step}{total}"),
+        *(("figures", text) for text in _figures(also.lately)),
         (
             "queue",
             f"{pressure.queued_sequences} sequences in {pressure.queued_groups} groups,"
@@ -179,6 +197,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         ("why", _why(reply, also)),
         ("groups", format.accounts(pressure.ledger) + format.for_evaluation(pressure.lanes)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
+        *(("health", f"{one.env}: {one.problem}; {one.remedy}") for one in also.lately.findings),
         *(("sampler", curricula.line(one)) for one in also.curricula),
         *(("eval", line) for line in _evaluated(also.evaluations)),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
@@ -212,6 +231,34 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     elif arenas := {why: n for why, n in reply.rejected_by_reason.items() if why.startswith("arena_")}:
         rows.append(("arenas", _arenas(arenas, framed=bool(reply.as_frames))))
     return "\n".join(f"{label:<9}{text}" for label, text in rows)
+
+
+def _up(reply: StatusReply, ran: float | None) -> str:
+    """Return for how long the run has run, and its broker if that was restarted since."""
+    broker = format.clock(reply.uptime_s)
+    if ran is None or ran - reply.uptime_s < RESTARTED_S:
+        return f"up {broker}"
+    return f"up {format.clock(ran)}, broker {broker}"
+
+
+def _figures(lately: Lately) -> Iterator[str]:
+    """Yield the last figures of training as one line, if there are any."""
+    parts = []
+    if lately.step is not None:
+        parts.append(f"reward {lately.step.reward:.4g} · staleness {lately.step.staleness_max}")
+    if lately.figures or lately.not_finite:
+        parts.append(figures.line(lately.figures, lately.not_finite))
+    if parts:
+        yield " · ".join(parts)
+
+
+def _lately(lately: Lately) -> dict[str, Any]:
+    findings: list[dict[str, Any]] = msgspec.to_builtins(lately.findings)
+    return {
+        "figures": dict(lately.figures),
+        "not_finite": list(lately.not_finite),
+        "findings": [{name: one[name] for name in one if name != "kind"} for one in findings],
+    }
 
 
 def _evaluated(found: Evaluations) -> Iterator[str]:
