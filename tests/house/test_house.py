@@ -11,7 +11,7 @@ import pytest
 import rolloutmq
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ["bus", "launch", "schemas", "services", "trainer"]
+FLOORS = ["bus", "launch", "schemas", "services", "testing", "trainer"]
 
 
 @pytest.mark.parametrize("floor", FLOORS)
