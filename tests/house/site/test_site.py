@@ -4,11 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.house.site_loads import loads, loads_of_site, loads_of_style, main
+from tests.house.site.loads import loads, loads_of_site, loads_of_style, main
 
 import rolloutmq.testing
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
 ELSEWHERE = "https://cdn.example.com/a"
 
