@@ -72,7 +72,7 @@ test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py
 
 test-vllm: $(VENV)/.installed .venv-vllm/.installed ## real vLLM against forward passes of transformers, and killed
-	$(BIN)/python -m pytest -m rival tests/services/inference/vllm tests/trainer/weights
+	$(BIN)/python -m pytest -m rival tests/services/inference/vllm tests/services/worker/openai tests/trainer/weights
 
 test-transformers4: $(VENV)/.installed .venv-transformers4/.installed ## tokenizers, read by the version before
 	$(BIN)/python -m pytest -m rival tests/trainer/policy/test_tokenizer.py

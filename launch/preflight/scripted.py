@@ -11,8 +11,9 @@ from typing import Any, Final
 
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.scripted import END, ScriptedPolicy
+from rolloutmq.services.worker.trajectory import Trajectory, check_new
 
 TEXTS: Final = (
     "42",
@@ -26,6 +27,8 @@ TEXTS: Final = (
 SPECIAL: Final = ("<pad>", "<bos>", "<eos>")
 """Texts that a built model reads as one token each; their ids are 0, 1 and 2."""
 ANSWERS: Final = 64
+PROMPT_SHOWN: Final = 60
+"""Longest part of a prompt that an error shows, in characters."""
 
 
 def is_built(config: RunConfig) -> bool:
@@ -64,44 +67,53 @@ class CharacterPolicy(ScriptedPolicy):
         self,
         prompt: str | Sequence[int],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """See `ScriptedPolicy.complete`. Raises PolicyRefusedError for a prompt that the model cannot read."""
-        ids = self._encoded(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids or min(ids) < 0 or max(ids) >= len(self._texts):
-            raise PolicyRefusedError(400, f"prompt: token ids must be from 0 to {len(self._texts) - 1}")
-        text = "".join(self._texts[one] for one in ids)
-        found = await super().complete(text, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
-        return [self._in_ids(one, ids) for one in found]
+        if isinstance(prompt, str):
+            begin = [self._ids["<bos>"]] if after is None else []
+            prompt = begin + await self.tokenize(prompt)
+        found = await super().complete(
+            prompt, after=after, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
+        )
+        return [self._in_ids(one) for one in found]
 
-    async def chat(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        n: int = 1,
-        max_tokens: int = MAX_TOKENS,
-        temperature: float = 1.0,
-        stop: str | Sequence[str] | None = None,
-    ) -> list[Completion]:
-        """See `ScriptedPolicy.chat`. The template of a built model joins the contents."""
-        text = "".join(texts_of(messages))
-        return await self.complete(text, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
-
-    def _encoded(self, prompt: str) -> list[int]:
-        left, ids = prompt, [self._ids["<bos>"]]
+    async def tokenize(self, text: str) -> list[int]:
+        """See `Policy.tokenize`. Raises PolicyRefusedError for a character that the model lacks."""
+        left, ids = text, []
         while left:
             token = next((one for one in SPECIAL if left.startswith(one)), left[0])
             if token not in self._ids:
                 why = "add the characters of the prompt to model.alphabet, all that a built-in model knows"
-                raise PolicyRefusedError(400, f"prompt: not in the vocabulary ({token!r}); {why}")
+                shown = text if len(text) <= PROMPT_SHOWN else f"{text[:PROMPT_SHOWN]}…"
+                raise PolicyRefusedError(400, f"prompt {shown!r}: not in the vocabulary ({token!r}); {why}")
             ids.append(self._ids[token])
             left = left[len(token) :]
         return ids
 
-    def _in_ids(self, completion: Completion, prompt: list[int]) -> Completion:
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """See `Policy.detokenize`. Raises PolicyRefusedError for tokens that the model lacks."""
+        if not len(tokens) or min(tokens) < 0 or max(tokens) >= len(self._texts):
+            raise PolicyRefusedError(400, f"prompt: token ids must be from 0 to {len(self._texts) - 1}")
+        return "".join(self._texts[one] for one in tokens)
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002 - its template knows none
+        after: Trajectory | None = None,
+    ) -> list[int]:
+        """See `Policy.render`. The template of a built model joins the contents."""
+        if after is not None:
+            check_new(messages)
+        before = [self._ids["<bos>"]] if after is None else list(map(int, after.token_ids))
+        return before + await self.tokenize("".join(texts_of(messages)))
+
+    def _in_ids(self, completion: Completion) -> Completion:
         sampled = [self._ids["<eos>" if one == END else chr(one)] for one in completion.token_ids]
-        tokens = [self._texts[one] for one in sampled]
-        return replace(completion, prompt_token_ids=list(prompt), token_ids=sampled, tokens=tokens)
+        return replace(completion, token_ids=sampled, tokens=[self._texts[one] for one in sampled])

@@ -41,7 +41,7 @@ from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.printable import printable
 from rolloutmq.services.worker import loader, rollouts
-from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.openai.wire import Endpoint
@@ -240,6 +240,18 @@ class NotingPolicy:
     async def chat(self, messages: Sequence[ChatMessage], **sampling: Any) -> list[Completion]:
         """See `Policy.chat`."""
         return self._noted(await self._policy.chat(messages, **sampling))
+
+    async def tokenize(self, text: str) -> list[int]:
+        """See `Policy.tokenize`."""
+        return await self._policy.tokenize(text)
+
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """See `Policy.detokenize`."""
+        return await self._policy.detokenize(tokens)
+
+    async def render(self, messages: Sequence[ChatMessage], **how: Any) -> list[int]:
+        """See `Policy.render`."""
+        return await self._policy.render(messages, **how)
 
     def endpoint(self) -> AbstractAsyncContextManager[Endpoint]:
         """See `Policy.endpoint`."""

@@ -25,7 +25,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_access import HttpAccess, access_of
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
 from rolloutmq.services.inference.jobs import Job
-from rolloutmq.services.inference.openai import requests, responses
+from rolloutmq.services.inference.openai import requests, responses, tokenize
 from rolloutmq.services.inference.openai.requests import ApiError, ChatRequest, Limits, TextRequest
 from rolloutmq.services.inference.sampling import Sampling
 from rolloutmq.services.inference.server import Handler, application, listening, port_before, replied
@@ -67,6 +67,8 @@ class InferenceApp(ABC):
             "/v1/completions": ("POST", self._text),
             "/v1/chat/completions": ("POST", self._chat),
             "/inference/v1/generate": ("POST", self._tokens),
+            "/tokenize": ("POST", self._tokenize),
+            "/detokenize": ("POST", self._detokenize),
             "/v1/models": ("GET", self._models),
             "/health": ("GET", self._health),
         }
@@ -132,6 +134,14 @@ class InferenceApp(ABC):
             created=int(time.time()),
         )
         return replied(body)
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        policy = self.policy
+        return replied(tokenize.tokenize_response(await request.read(), policy.text, policy.limits))
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        policy = self.policy
+        return replied(tokenize.detokenize_response(await request.read(), policy.text, policy.limits))
 
     async def _answer(self, asked: TextRequest | ChatRequest, prompts: list[list[int]]) -> web.Response:
         policy = self.policy

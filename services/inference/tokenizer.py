@@ -13,6 +13,8 @@ from rolloutmq.services.inference.openai.requests import ApiError
 
 UNKNOWN_SHOWN: Final = 10
 """Most unknown characters that an error names."""
+PROMPT_SHOWN: Final = 60
+"""Longest part of a prompt that an error shows, in characters."""
 
 
 class TextTokenizer:
@@ -33,32 +35,47 @@ class TextTokenizer:
         self.directory = directory
         self._tokens: dict[int, str] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt, including the special tokens in front. Raises `ApiError`."""
-        return self._encode(text, special=True)
-
-    def _encode(self, text: str, *, special: bool) -> list[int]:
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Return the token ids of a prompt, by default with the special tokens in front. Raises `ApiError`."""
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
             unknown = [each for each in dict.fromkeys(text) if self._tokenizer.token_to_id(each) is None]
             named = ", ".join(map(repr, unknown[:UNKNOWN_SHOWN])) or str(error)
+            shown = text if len(text) <= PROMPT_SHOWN else f"{text[:PROMPT_SHOWN]}…"
             why = "add the characters of the prompt to model.alphabet, all that a built-in model knows"
-            raise ApiError(400, f"prompt: not in the vocabulary ({named}); {why}") from None
+            raise ApiError(400, f"prompt {shown!r}: not in the vocabulary ({named}); {why}") from None
         return ids
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation, by the chat template or joined if there is none. Raises
         `ApiError`.
         """
-        flat = [{**message, "content": _content(message)} for message in messages]
         if not self._chat.chat_template:
-            return self.encode("".join(message["content"] for message in flat))
+            return self.encode("".join(map(_content, messages)))
+        return self.render(messages)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: list[dict[str, Any]] | None = None,
+        generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the token ids of a conversation by the chat template. Raises `ApiError`."""
+        if not self._chat.chat_template:
+            raise ApiError(
+                400,
+                "messages: the tokenizer has no chat template to render them by; add `chat_template` to its "
+                "tokenizer_config.json, or continue with text",
+            )
+        flat = [{**message, "content": _content(message)} for message in messages]
         try:
-            text = self._chat.apply_chat_template(flat, tokenize=False, add_generation_prompt=True)
+            text = self._chat.apply_chat_template(
+                flat, tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            )
         except Exception as error:  # noqa: BLE001 - a template is a program and may raise anything
             raise ApiError(400, f"messages: the chat template failed: {error}") from None
-        return self._encode(text, special=False)
+        return self.encode(text, special=False)
 
     @cached_property
     def _chat(self) -> Any:

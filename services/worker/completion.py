@@ -1,8 +1,10 @@
 """Completions: answers of the policy with everything a trainer needs."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
+
+from numpy.typing import NDArray
 
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 
@@ -11,6 +13,9 @@ MAX_TOKENS: Final = 16
 
 ChatMessage: TypeAlias = Mapping[str, Any]
 """One message of a conversation: `{"role": "user", "content": "..."}`, and any other key the server accepts."""
+
+TokenIds: TypeAlias = Sequence[int] | NDArray[Any]
+"""Token ids, in a list or in an array."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 `services.worker.openai.client` implements it over HTTP, `services.worker.scripted` from a script for tests.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
+from rolloutmq.services.worker.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from rolloutmq.services.worker.openai.wire import Endpoint
@@ -26,6 +27,7 @@ class Policy(Protocol):
         self,
         prompt: str | Sequence[int],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
@@ -34,7 +36,8 @@ class Policy(Protocol):
         """Sample `n` continuations of a text or of token ids.
 
         Args:
-            prompt: Text, or token ids.
+            prompt: Text, or token ids; with `after` only what follows it.
+            after: Turns so far. Their exact tokens are the beginning of the prompt; nothing is tokenized again.
             n: Number of completions.
             max_tokens: Longest completion, in tokens.
             temperature: Sampling temperature; 0 takes the most likely token.
@@ -51,12 +54,65 @@ class Policy(Protocol):
         self,
         messages: Sequence[ChatMessage],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Sample `n` answers to a conversation; the server applies its chat template. See `complete`."""
+        """Sample `n` answers to a conversation; the server applies its chat template. See `complete`.
+
+        Args:
+            messages: The whole conversation, or with `after` only the messages since its last answer.
+            after: Turns so far. Their exact tokens are the beginning of the prompt; the chat template renders the new
+                messages alone, behind the answer.
+            n: Number of answers.
+            max_tokens: Longest answer, in tokens.
+            temperature: Sampling temperature; 0 takes the most likely token.
+            stop: Texts that end an answer.
+
+        Raises:
+            PolicyRefusedError: As `complete`; or the chat template fails, or does not keep earlier answers.
+            UsageError: There is an answer among messages with `after`.
+            PolicyUnavailableError: No server answered within 0.9 of `rollout_timeout_s`.
+        """
+        ...
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the token ids of a text as part of a longer one: without a token for its beginning (BOS) or end.
+
+        Raises:
+            PolicyRefusedError: The vocabulary lacks a character, or the server has no `/tokenize`.
+            PolicyUnavailableError: No server answered within 0.9 of `rollout_timeout_s`.
+        """
+        ...
+
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """Return the text of token ids, special tokens included. Raises the errors of `tokenize`."""
+        ...
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        after: Trajectory | None = None,
+    ) -> list[int]:
+        """Return the prompt of `chat` as token ids: the chat template of the model, and the beginning of its answer.
+
+        Sample from it with `complete`. Needed for tools, which `chat` does not take.
+
+        Args:
+            messages: The whole conversation, or with `after` only the messages since its last answer.
+            tools: Definitions of tools in OpenAI's format, if the template knows tools.
+            after: Turns so far. The prompt begins with their exact tokens.
+
+        Raises:
+            PolicyRefusedError: The tokenizer has no chat template; the template fails, or does not keep earlier
+                answers; the server has no `/tokenize`.
+            UsageError: There is an answer among messages with `after`.
+            PolicyUnavailableError: No server answered within 0.9 of `rollout_timeout_s`.
+        """
         ...
 
     def endpoint(self) -> AbstractAsyncContextManager["Endpoint"]:
@@ -86,25 +142,49 @@ class GreedyPolicy:
         self,
         prompt: str | Sequence[int],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 0.0,  # noqa: ARG002 - replaced by 0
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """See `Policy.complete`."""
-        return await self._policy.complete(prompt, n=n, max_tokens=max_tokens, temperature=0.0, stop=stop)
+        return await self._policy.complete(
+            prompt, after=after, n=n, max_tokens=max_tokens, temperature=0.0, stop=stop
+        )
 
     async def chat(
         self,
         messages: Sequence[ChatMessage],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 0.0,  # noqa: ARG002 - replaced by 0
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """See `Policy.chat`."""
-        return await self._policy.chat(messages, n=n, max_tokens=max_tokens, temperature=0.0, stop=stop)
+        return await self._policy.chat(
+            messages, after=after, n=n, max_tokens=max_tokens, temperature=0.0, stop=stop
+        )
+
+    async def tokenize(self, text: str) -> list[int]:
+        """See `Policy.tokenize`."""
+        return await self._policy.tokenize(text)
+
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """See `Policy.detokenize`."""
+        return await self._policy.detokenize(tokens)
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        after: Trajectory | None = None,
+    ) -> list[int]:
+        """See `Policy.render`."""
+        return await self._policy.render(messages, tools=tools, after=after)
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator["Endpoint"]:
@@ -121,6 +201,18 @@ class NoPolicy:
         raise self._error
 
     async def chat(self, *_: object, **__: object) -> list[Completion]:
+        """Raise ConfigError."""
+        raise self._error
+
+    async def tokenize(self, *_: object) -> list[int]:
+        """Raise ConfigError."""
+        raise self._error
+
+    async def detokenize(self, *_: object) -> str:
+        """Raise ConfigError."""
+        raise self._error
+
+    async def render(self, *_: object, **__: object) -> list[int]:
         """Raise ConfigError."""
         raise self._error
 

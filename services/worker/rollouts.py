@@ -20,7 +20,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from inspect import isawaitable
 from itertools import count
@@ -43,8 +43,8 @@ from rolloutmq.services.rewards.raters import EVALUATING
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.group_members import GroupMembers, drawn
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
-from rolloutmq.services.worker.trajectory import group_of
-from rolloutmq.services.worker.user_code.failures import one_line
+from rolloutmq.services.worker.trajectory import TurnMismatchError, group_of
+from rolloutmq.services.worker.user_code.failures import first_error, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,8 @@ TRACEBACK_EVERY_S: Final = 5.0
 """Seconds between two logged tracebacks: a broken environment may fail a thousand times a second."""
 CANCEL_S: Final = 5.0
 """Seconds after which the log says that a rollout ignores its cancellation."""
+NAMING_S: Final = 5.0
+"""Seconds to wait for the texts of tokens that an error names."""
 
 
 class GroupSink(Protocol):
@@ -277,8 +279,20 @@ class Rollouts:
         except GeneratorExit:
             raise
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
+            await self._name_tokens(error)
             self._failed(attempt, error, one_line(error))
         return None
+
+    async def _name_tokens(self, error: BaseException) -> None:
+        """Add the texts of the tokens to an error about turns that do not continue each other, if a server answers."""
+        mismatch = first_error(error)
+        if not isinstance(mismatch, TurnMismatchError):
+            return
+        with suppress(RolloutMQError, TimeoutError):
+            async with asyncio.timeout(NAMING_S):
+                tokens = {mismatch.wanted} if mismatch.found is None else {mismatch.wanted, mismatch.found}
+                texts = [(token, await self._policy.detokenize([token])) for token in tokens]
+                mismatch.name_tokens(dict(texts))
 
     @asynccontextmanager
     async def _wanted(self, attempt: "Attempt", timer: asyncio.Timeout) -> AsyncIterator[None]:

@@ -4,7 +4,8 @@
         group = play(Double(), ScriptedPolicy(lambda prompt: str(2 * int(prompt))))
         assert list(group.scores) == [1.0] * 4
 
-Tokens are the code points of the characters, followed by `END` if the answer is shorter than `max_tokens`.
+Tokens are the code points of the characters, followed by `END` if the answer is shorter than `max_tokens`. The
+contents of messages are joined by newlines.
 """
 
 import asyncio
@@ -14,15 +15,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
-from typing import Final, NoReturn, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.process.blocking_call import run_blocking
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.trajectory import group_of
+from rolloutmq.services.worker.trajectory import Trajectory, check_new, group_of
 
 END: Final = 0
 """Token that ends an answer."""
@@ -68,9 +69,9 @@ class RecordedCall:
     """One call of a scripted policy, as the environment made it.
 
     Attributes:
-        prompt: The prompt as text; messages of a conversation are joined by newlines.
-        token_ids: The tokens of the prompt, exactly as given or those of the text.
-        messages: The conversation; None for `complete`.
+        prompt: The prompt as text, with earlier turns; messages are joined by newlines.
+        token_ids: The tokens of the prompt: of earlier turns as sampled, then as given or those of the text.
+        messages: The messages; None for `complete`.
         n: Number of completions.
         max_tokens: Longest completion, in tokens.
         temperature: Sampling temperature.
@@ -90,7 +91,7 @@ class ScriptedPolicy:
     """A `Policy` that answers from a script and records its calls.
 
     Attributes:
-        prompts: Prompts so far, as text; messages of a conversation are joined by newlines.
+        prompts: Prompts so far, as text, with earlier turns.
         calls: Calls so far, with all their arguments.
         version: Policy version of every token; may be set.
     """
@@ -106,38 +107,68 @@ class ScriptedPolicy:
         self,
         prompt: str | Sequence[int],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """Return `n` scripted answers; see `Policy.complete`. Raises the scripted error, if the script has one."""
-        text = prompt if isinstance(prompt, str) else "".join(map(chr, prompt))
-        token_ids = list(map(ord, prompt)) if isinstance(prompt, str) else list(prompt)
-        call = RecordedCall(text, token_ids, None, n, max_tokens, temperature, _listed(stop))
-        return await self._sampled(call)
+        new = await self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        ids = new if after is None else [*map(int, after.token_ids), *new]
+        return await self._sampled(ids, None, n, max_tokens, temperature, stop)
 
     async def chat(
         self,
         messages: Sequence[ChatMessage],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """Return `n` scripted answers; see `Policy.chat`. Raises the scripted error, if the script has one."""
-        text = "\n".join(str(message["content"]) for message in messages)
-        call = RecordedCall(
-            text, list(map(ord, text)), tuple(messages), n, max_tokens, temperature, _listed(stop)
-        )
-        return await self._sampled(call)
+        ids = await self.render(messages, after=after)
+        return await self._sampled(ids, tuple(messages), n, max_tokens, temperature, stop)
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Return the code points of the characters; see `Policy.tokenize`."""
+        return list(map(ord, text))
+
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """Return the characters, without `END`; see `Policy.detokenize`."""
+        return "".join(chr(token) for token in tokens if token != END)
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002 - a script needs no definitions
+        after: Trajectory | None = None,
+    ) -> list[int]:
+        """Return the contents, joined by newlines; see `Policy.render`."""
+        contents = [str(message["content"]) for message in messages]
+        if after is None:
+            return await self.tokenize("\n".join(contents))
+        check_new(messages)
+        return [*map(int, after.token_ids), *await self.tokenize("".join(f"\n{one}" for one in contents))]
 
     def endpoint(self) -> NoReturn:
         """Raise UsageError: a script has no address. Test the other methods of the environment instead."""
         raise UsageError("endpoint: a scripted policy has no server; call `complete` or `chat`")
 
-    async def _sampled(self, call: RecordedCall) -> list[Completion]:
+    async def _sampled(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[ChatMessage] | None,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        stop: str | Sequence[str] | None,
+    ) -> list[Completion]:
+        text = await self.detokenize(ids)
+        call = RecordedCall(text, ids, messages, n, max_tokens, temperature, _listed(stop))
         self.prompts.append(call.prompt)
         self.calls.append(call)
         answers = [self._answer(call.prompt) for _ in range(call.n)]

@@ -14,11 +14,45 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.schemas.errors import InvalidGroupError
+from rolloutmq.schemas.errors import InvalidGroupError, UsageError
 from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
 from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
 from rolloutmq.services.worker.completion import ChatMessage, Completion
+
+
+class TurnMismatchError(InvalidGroupError):
+    """The prompt of a turn does not begin with the turns before it.
+
+    Attributes:
+        place: First token that differs, counted from 0.
+        found: That token of the prompt; None if the prompt ends before it.
+        wanted: That token of the turns before.
+    """
+
+    def __init__(self, before: Sequence[int], prompt: Sequence[int]) -> None:
+        pairs = enumerate(zip(before, prompt, strict=False))
+        self.place = next((at for at, (old, new) in pairs if old != new), len(prompt))
+        self.wanted = int(before[self.place])
+        self.found = int(prompt[self.place]) if self.place < len(prompt) else None
+        self._texts: dict[int, str] = {}
+        super().__init__("tokens", self._described())
+
+    def name_tokens(self, texts: Mapping[int, str]) -> None:
+        """Tell the texts of the two tokens."""
+        self._texts.update(texts)
+        self.problem = self._described()
+
+    def _described(self) -> str:
+        found = "the end" if self.found is None else self._token(self.found)
+        return (
+            f"the turn's prompt does not begin with the turns before it: token {self.place} is {found}, was "
+            f"{self._token(self.wanted)}; continue the sampled tokens: policy.complete(text, after=trajectory), or "
+            "policy.chat(messages, after=trajectory) with the new messages alone"
+        )
+
+    def _token(self, token: int) -> str:
+        return f"{token} {self._texts[token]!r}" if token in self._texts else str(token)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +112,11 @@ class Trajectory:
 
         Raises:
             InvalidGroupError: The prompt of the turn does not begin with this trajectory, for example because a chat
-                template rewrote earlier messages. Ask with token ids instead: `complete([*trajectory.token_ids,
-                *more])`.
+                template rewrote earlier messages. A prompt that was asked with `after` begins with it.
         """
         before = len(self.token_ids)
         if completion.prompt_token_ids[:before] != list(self.token_ids):
-            raise InvalidGroupError(
-                "tokens", _not_continued(list(self.token_ids), completion.prompt_token_ids)
-            )
+            raise TurnMismatchError(list(self.token_ids), completion.prompt_token_ids)
         turn = Trajectory.of(completion)
         return replace(
             self,
@@ -115,15 +146,17 @@ class Trajectory:
         )
 
 
-def _not_continued(before: list[int], prompt: list[int]) -> str:
-    place = next(
-        (at for at, (old, new) in enumerate(zip(before, prompt, strict=False)) if old != new), len(prompt)
-    )
-    found = prompt[place] if place < len(prompt) else "the end"
-    return (
-        f"the turn's prompt does not begin with the turns before it: token {place} is {found}, was "
-        f"{before[place]}; ask with token ids: complete([*trajectory.token_ids, *more])"
-    )
+def check_new(messages: Sequence[ChatMessage]) -> None:
+    """Check messages that follow a trajectory: a conversation with its answers would be said twice.
+
+    Raises:
+        UsageError: One of them is an answer.
+    """
+    if any(message.get("role") == "assistant" for message in messages):
+        raise UsageError(
+            "messages: with `after`, must be only those since its last answer (got one of role assistant); leave out "
+            "the turns that `after` has"
+        )
 
 
 def group_of(

@@ -1,5 +1,6 @@
-"""The README's code blocks run as they stand: an environment, a trainer, a producer, a project of one's own."""
+"""The README's code blocks run as they stand: an environment and its run, a trainer, a producer, a project."""
 
+import json
 import os
 import re
 import subprocess
@@ -29,7 +30,7 @@ def lines_of(code: str) -> int:
 
 def test_every_code_block_is_tested() -> None:
     languages = re.findall(r"```(\w+)\n", README.read_text())
-    assert languages.count("python") + languages.count("sh") == len(blocks()) == 4
+    assert sum(map(languages.count, ("python", "toml", "sh"))) == len(blocks()) == 6
 
 
 def test_every_process_that_a_command_runs_is_listed() -> None:
@@ -47,6 +48,55 @@ def test_the_environment_is_fifteen_lines_and_scores() -> None:
     right = ScriptedPolicy(lambda prompt: str(sum(map(int, prompt.rstrip("=").split("+")))))
     assert list(play(names["Addition"](), right).scores) == [1.0] * 4
     assert list(play(names["Addition"](), ScriptedPolicy("-")).scores) == [0.0] * 4
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Path:
+    """A directory with the environment and the configuration of the README."""
+    for name, file in (("environment", "environment.py"), ("config", "config.toml")):
+        assert f"`{file}`" in README.read_text()
+        (tmp_path / file).write_text(blocks()[name])
+    return tmp_path
+
+
+def shell(command: str, directory: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.run(
+        ["sh", "-ec", command],
+        cwd=directory,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_the_environment_passes_the_check_with_its_configuration(written: Path) -> None:
+    done = shell(blocks()["run"].splitlines()[0], written, 120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ok      environment addition: 8 tasks drawn, 4 scripted rollouts\n" in done.stdout
+
+
+def test_the_check_names_character_prompt_and_key(written: Path) -> None:
+    config = written / "config.toml"
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if not line.startswith("alphabet")))
+    done = shell(blocks()["run"].splitlines()[0], written, 120)
+    assert done.returncode == 2
+    assert re.search(
+        r"model\.alphabet: lacks '\+' of the prompt '\d\+\d=' of environment addition", done.stdout
+    )
+
+
+@pytest.mark.extended
+def test_the_environment_learns_by_the_commands_beside_it(written: Path) -> None:
+    done = shell(blocks()["run"], written, 560)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (summary,) = written.glob("runs/*/summary.json")
+    found = json.loads(summary.read_bytes())
+    assert found["reward_first"] < 0.5
+    assert found["reward_last"] > 0.85
 
 
 def test_the_trainer_is_ten_lines_and_gets_what_the_producer_sends(
@@ -72,15 +122,6 @@ def test_the_trainer_is_ten_lines_and_gets_what_the_producer_sends(
 
 
 def test_a_project_of_ones_own_passes_its_test(tmp_path: Path) -> None:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["sh", "-ec", blocks()["init"]],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = shell(blocks()["init"], tmp_path, 60)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

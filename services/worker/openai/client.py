@@ -6,14 +6,15 @@ of the call is over. Each attempt chooses among the servers registered at that m
 status is the request's fault and final. Attempts have no timeout of their own: nobody knows how long a valid answer may
 take, and asking twice would double the load of a slow server.
 
-A client keeps its connections alive, so a call costs one round trip.
+A client keeps its connections alive, so a call costs one round trip. Tokens of short texts and conversations are kept:
+the members of a group ask for the same ones.
 """
 
 import asyncio
 import logging
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
@@ -22,10 +23,12 @@ import aiohttp
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_access import authorization, with_token
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
+from rolloutmq.services.worker.openai.stitching import Stitcher
 from rolloutmq.services.worker.openai.wire import Endpoint
+from rolloutmq.services.worker.trajectory import Trajectory, check_new
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,10 @@ KEEPALIVE_S: Final = 60.0
 """Seconds to keep an idle connection; the server may close it earlier."""
 LOG_EVERY_S: Final = 5.0
 """Seconds between two warnings about unavailable servers."""
+KEPT: Final = 1024
+"""Most tokenized texts and conversations that are kept."""
+KEPT_BYTES: Final = 4096
+"""Longest request for tokens whose answer is kept."""
 RETRIED: Final = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses that are retried."""
 
@@ -67,6 +74,8 @@ class OpenAIPolicy:
         self._token = token
         self._address = ""
         self._logged_at = -LOG_EVERY_S
+        self._stitcher = Stitcher(self)
+        self._tokens: dict[bytes, list[int]] = {}
         self.retries = 0
         """Failed attempts that were repeated."""
 
@@ -102,31 +111,86 @@ class OpenAIPolicy:
         self,
         prompt: str | Sequence[int],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """See `Policy.complete`."""
+        given = prompt
+        if after is not None:
+            given = [
+                *map(int, after.token_ids),
+                *(await self.tokenize(prompt) if isinstance(prompt, str) else prompt),
+            ]
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
-        body = await self._ask(wire.COMPLETIONS, lambda model: wire.text_request(model, prompt, **sampling))
+        body = await self._ask(wire.COMPLETIONS, lambda model: wire.text_request(model, given, **sampling))
         return _counted(n, wire.text_completions(body, (before, max(before, self._known())), temperature))
 
     async def chat(
         self,
         messages: Sequence[ChatMessage],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
         """See `Policy.chat`."""
+        if after is not None:
+            prompt = await self.render(messages, after=after)
+            return await self.complete(prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
         body = await self._ask(wire.CHAT, lambda model: wire.chat_request(model, messages, **sampling))
         return _counted(n, wire.chat_completions(body, (before, max(before, self._known())), temperature))
+
+    async def tokenize(self, text: str) -> list[int]:
+        """See `Policy.tokenize`."""
+        return await self._tokenized(lambda model: wire.tokenize_request(model, text)) if text else []
+
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """See `Policy.detokenize`."""
+        if not len(tokens):
+            return ""
+        return wire.text_of(
+            await self._ask(wire.DETOKENIZE, lambda model: wire.detokenize_request(model, tokens))
+        )
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        after: Trajectory | None = None,
+    ) -> list[int]:
+        """See `Policy.render`."""
+        if after is None:
+            return await self.rendered(messages, tools)
+        check_new(messages)
+        tokens = list(map(int, after.token_ids))
+        return tokens + await self._stitcher.following(tokens, messages, tools)
+
+    async def rendered(
+        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
+    ) -> list[int]:
+        """Return the tokens of a whole conversation by the chat template."""
+        return await self._tokenized(lambda model: wire.render_request(model, messages, tools))
+
+    async def _tokenized(self, request: Callable[[str], bytes]) -> list[int]:
+        """Return the tokens of a request, from an earlier answer if there is one."""
+        asked = request("")
+        if (known := self._tokens.get(asked)) is not None:
+            return list(known)
+        tokens = wire.tokens_of(await self._ask(wire.TOKENIZE, request))
+        if len(asked) <= KEPT_BYTES:
+            if len(self._tokens) >= KEPT:
+                del self._tokens[next(iter(self._tokens))]  # the oldest
+            self._tokens[asked] = list(tokens)
+        return tokens
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
@@ -188,6 +252,8 @@ class OpenAIPolicy:
         status, body = await self._post(engine.url + path, request(engine.model))
         if status == 200:
             return body
+        if status == 404 and path in {wire.TOKENIZE, wire.DETOKENIZE}:
+            raise PolicyRefusedError(status, wire.without_tokenizer(path))
         if status not in RETRIED:
             raise PolicyRefusedError(status, wire.error_text(body))
         return f"status {status}, {wire.error_text(body)}"

@@ -20,7 +20,7 @@ import msgspec
 
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai import wire
 
 BASE: Final = "/v1"
@@ -30,6 +30,10 @@ COMPLETIONS: Final = f"{BASE}/completions"
 CHAT: Final = f"{BASE}/chat/completions"
 
 MODELS: Final = f"{BASE}/models"
+
+TOKENIZE: Final = "/tokenize"
+
+DETOKENIZE: Final = "/detokenize"
 
 
 BEYOND: Final = {"return_token_ids": True}
@@ -98,6 +102,18 @@ class _ChatAnswer(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
 
 
+class _Tokens(msgspec.Struct):
+    """Answer of `/tokenize`."""
+
+    tokens: list[int]
+
+
+class _Text(msgspec.Struct):
+    """Answer of `/detokenize`."""
+
+    prompt: str
+
+
 class _Error(msgspec.Struct):
     message: str = ""
     code: str | int | None = None
@@ -127,6 +143,10 @@ _text: Final = msgspec.json.Decoder(_TextAnswer)
 
 _chat: Final = msgspec.json.Decoder(_ChatAnswer)
 
+_tokens: Final = msgspec.json.Decoder(_Tokens)
+
+_detokenized: Final = msgspec.json.Decoder(_Text)
+
 _error: Final = msgspec.json.Decoder(_ErrorAnswer)
 
 _models: Final = msgspec.json.Decoder(_Models)
@@ -143,6 +163,40 @@ def text_request(model: str, prompt: str | Sequence[int], **sampling: Any) -> by
 def chat_request(model: str, messages: Sequence[ChatMessage], **sampling: Any) -> bytes:
     """Encode the body of `/v1/chat/completions`."""
     return _encode({"model": model, "messages": list(messages), "logprobs": True, **BEYOND, **sampling})
+
+
+def tokenize_request(model: str, text: str) -> bytes:
+    """Encode the body of `/tokenize` for a text, without special tokens."""
+    return _encode({"model": model, "prompt": text, "add_special_tokens": False})
+
+
+def render_request(
+    model: str, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] | None
+) -> bytes:
+    """Encode the body of `/tokenize` for a conversation and the beginning of its next answer."""
+    asked = {"model": model, "messages": list(messages), "add_generation_prompt": True}
+    return _encode(asked | {"tools": list(tools)} if tools else asked)
+
+
+def detokenize_request(model: str, tokens: TokenIds) -> bytes:
+    """Encode the body of `/detokenize`."""
+    return _encode({"model": model, "tokens": list(map(int, tokens))})
+
+
+def tokens_of(body: bytes) -> list[int]:
+    """Decode a response of `/tokenize`. Raises PolicyRefusedError."""
+    try:
+        return _tokens.decode(body).tokens
+    except msgspec.MsgspecError as error:
+        raise PolicyRefusedError(200, f"malformed response of {TOKENIZE}: {error}") from None
+
+
+def text_of(body: bytes) -> str:
+    """Decode a response of `/detokenize`. Raises PolicyRefusedError."""
+    try:
+        return _detokenized.decode(body).prompt
+    except msgspec.MsgspecError as error:
+        raise PolicyRefusedError(200, f"malformed response of {DETOKENIZE}: {error}") from None
 
 
 def text_completions(
@@ -199,6 +253,14 @@ def chat_completions(
         )
         for choice in answer.choices
     ]
+
+
+def without_tokenizer(path: str) -> str:
+    """Return what to say of a server that has no such path."""
+    return (
+        f"the server has no {path}; use one that has it, such as vLLM, or token ids of a tokenizer of your own: "
+        "policy.complete(ids, after=trajectory)"
+    )
 
 
 def error_text(body: bytes) -> str:

@@ -38,6 +38,17 @@ def test_turns_go_on_by_token_ids_and_messages_are_joined() -> None:
     assert found.prompt_token_ids == [1, 4, 3, 5]
 
 
+async def test_turns_go_on_behind_the_tokens_of_those_before() -> None:
+    policy = CharacterPolicy("01=")
+    first = Trajectory.of((await policy.complete("1=", max_tokens=2))[0])
+    (text,) = await policy.complete("0=", after=first)
+    assert text.prompt_token_ids == [*first.token_ids, 3, 5]
+    (message,) = await policy.chat([{"role": "tool", "content": "0="}], after=first)
+    assert message.prompt_token_ids == text.prompt_token_ids
+    assert await policy.detokenize([1, 3, 2]) == "<bos>0<eos>"
+    assert await policy.tokenize("1<eos>") == [4, 2]
+
+
 def test_what_the_model_cannot_read_is_refused() -> None:
     with pytest.raises(PolicyRefusedError, match=r"not in the vocabulary \('\+'\)"):
         asked("1+1")

@@ -27,12 +27,16 @@ class FakeServer:
         root: Directory of its model.
         sampler: What it answers to the tokens of a prompt, in place of `sampled`.
         logprobs: Tokens with a log-probability in an answer of tokens; None: all.
+        tokenized: Bodies of the requests for tokens so far; a token is the code point of a character.
+        tokenizes: Whether it has the paths for them, as vLLM has.
     """
 
     def __init__(self) -> None:
         self.failures: list[int | None] = []
         self.step: int | None = 0
         self.asked: list[dict[str, Any]] = []
+        self.tokenized: list[dict[str, Any]] = []
+        self.tokenizes = True
         self.models_asked = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -55,6 +59,8 @@ class FakeServer:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._completions)
         app.router.add_post("/inference/v1/generate", self._completions)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._tokenize)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -106,11 +112,23 @@ class FakeServer:
         if request.path.endswith("/generate"):
             return web.json_response(self._tokens(body))
         chat = request.path.endswith("/chat/completions")
-        choices = [self._choice(index, chat) for index in range(body["n"] - self.missing)]
+        choices = [self._choice(index, chat, body.get("prompt")) for index in range(body["n"] - self.missing)]
         return web.Response(
             body=json.dumps({**self._about(chat), "choices": choices}),
             content_type="application/json",
         )
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        if not self.tokenizes:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        body = await request.json()
+        self.tokenized.append(body)
+        if "tokens" in body:
+            return web.json_response({"prompt": "".join(map(chr, body["tokens"]))})
+        text = body.get("prompt")
+        if text is None:
+            text = "".join(f"[{one['role']}]{one['content']};" for one in body["messages"]) + "[assistant]"
+        return web.json_response({"count": len(text), "max_model_len": 99, "tokens": list(map(ord, text))})
 
     def _tokens(self, body: dict[str, Any]) -> dict[str, Any]:
         sampled = self.sampled if self.sampler is None else self.sampler(body["token_ids"])
@@ -135,13 +153,13 @@ class FakeServer:
         kind = "chat.completion" if chat else "text_completion"
         return {"id": "x", "object": kind, "created": 0, "model": "tiny", "usage": usage}
 
-    def _choice(self, index: int, chat: bool) -> dict[str, Any]:
+    def _choice(self, index: int, chat: bool, prompt: str | list[int] | None) -> dict[str, Any]:
         logprobs = [-0.25] * len(self.sampled)
         choice: dict[str, Any] = {
             "index": index,
             "finish_reason": "stop",
             "token_ids": self.sampled,
-            "prompt_token_ids": PROMPT,
+            "prompt_token_ids": PROMPT if prompt is None or isinstance(prompt, str) else prompt,
         }
         if chat:
             choice["message"] = {"role": "assistant", "content": self.text}

@@ -123,6 +123,28 @@ async def test_ids_are_unique_over_lives_and_randomness_over_workers_and_session
     assert all(name.startswith("sort3-1/") for name in ids)
 
 
+@pytest.mark.parametrize("nested", [False, True])
+async def test_turns_that_do_not_continue_each_other_are_told_with_the_texts_of_their_tokens(
+    nested: bool,
+) -> None:
+    async def twice() -> list[Trajectory]:
+        first, second = [(await ScriptedPolicy("a").complete(text))[0] for text in ("q", "qab")]
+        return [Trajectory.of(first).then(second)]
+
+    async def rewritten(_number: int, _rng: random.Random) -> list[Trajectory]:
+        if not nested:
+            return await twice()
+        async with asyncio.TaskGroup() as members:
+            member = members.create_task(twice())
+        return member.result()
+
+    outlet, told = FakeOutlet(1), list[str]()
+    rollouts = made(Scene(rewritten), outlet, failure_limit=2)
+    rollouts._on_failure = lambda _error, why: told.append(why)
+    await rollouts.run()
+    assert "token 2 is 98 'b', was 0 ''; continue the sampled tokens: policy.complete(text, after" in told[0]
+
+
 async def test_as_many_are_under_way_as_there_are_slots() -> None:
     gate = asyncio.Event()
 

@@ -12,6 +12,7 @@ from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.environment import SingleTurn
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.scripted import END, LOGPROB, Answer, ScriptedPolicy, play
+from rolloutmq.services.worker.trajectory import Trajectory
 
 
 def test_answers_come_from_the_script() -> None:
@@ -110,3 +111,31 @@ async def test_a_rollout_runs_in_the_cell_of_a_notebook() -> None:
             return float(task == completion.text)
 
     assert list(play(Echo(), ScriptedPolicy("q"), size=2).scores) == [1.0, 1.0]
+
+
+async def test_a_turn_continues_the_tokens_of_those_before() -> None:
+    policy: Policy = (script := ScriptedPolicy(["ab", "c"]))
+    (first,) = await policy.complete("q")
+    sequence = Trajectory.of(first)
+    (second,) = await policy.chat([{"role": "tool", "content": "7"}], after=sequence)
+    assert script.prompts == ["q", "qab\n7"], "without the end of an answer"
+    assert second.prompt_token_ids == [*map(ord, "qab"), END, *map(ord, "\n7")]
+    (third,) = await policy.complete("!", after=sequence.then(second))
+    assert script.prompts[-1] == "qab\n7c!"
+    assert sequence.then(second).then(third).finish_reason == "stop"
+
+
+async def test_the_turns_so_far_are_not_said_again() -> None:
+    policy: Policy = ScriptedPolicy("ab")
+    sequence = Trajectory.of((await policy.complete("q"))[0])
+    said = [{"role": "assistant", "content": "ab"}, {"role": "tool", "content": "7"}]
+    with pytest.raises(UsageError, match="must be only those since its last answer"):
+        await policy.chat(said, after=sequence)
+    assert await policy.chat(said)
+
+
+async def test_the_tokenizer_of_a_script_knows_every_character() -> None:
+    policy: Policy = ScriptedPolicy("a")
+    assert await policy.detokenize(await policy.tokenize("q é")) == "q é"
+    messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert await policy.detokenize(await policy.render(messages, tools=[])) == "a\nb"

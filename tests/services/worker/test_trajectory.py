@@ -10,7 +10,7 @@ from rolloutmq.bus.encoding.codec import decode_group, encode_group, header_of
 from rolloutmq.schemas.errors import InvalidGroupError
 from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
 from rolloutmq.services.worker.completion import Completion
-from rolloutmq.services.worker.trajectory import Trajectory, group_of
+from rolloutmq.services.worker.trajectory import Trajectory, TurnMismatchError, group_of
 
 V = [PolicyVersion(0, step) for step in range(6)]
 
@@ -54,6 +54,22 @@ def test_each_turn_keeps_the_temperature_it_was_sampled_at() -> None:
 def test_a_turn_that_rewrites_the_past_is_refused(prompt: list[int]) -> None:
     with pytest.raises(InvalidGroupError, match="does not begin with the turns before"):
         Trajectory.of(completion([1, 2], [7])).then(completion(prompt, [8]))
+
+
+def test_the_first_token_that_differs_is_named_with_the_remedy() -> None:
+    with pytest.raises(TurnMismatchError) as caught:
+        Trajectory.of(completion([1, 2], [7])).then(completion([1, 2, 8], [8]))
+    remedy = (
+        "; continue the sampled tokens: policy.complete(text, after=trajectory), or policy.chat(messages, "
+        "after=trajectory) with the new messages alone"
+    )
+    begin = "column tokens: the turn's prompt does not begin with the turns before it: token 2 is "
+    assert str(caught.value) == f"{begin}8, was 7{remedy}"
+    caught.value.name_tokens({8: " 4", 7: "</s>"})
+    assert str(caught.value) == f"{begin}8 ' 4', was 7 '</s>'{remedy}"
+    with pytest.raises(TurnMismatchError, match="token 2 is the end, was 7;") as caught:
+        Trajectory.of(completion([1, 2], [7])).then(completion([1, 2], [8]))
+    assert caught.value.found is None
 
 
 def test_a_group_is_ragged_and_spans_all_versions() -> None:

@@ -1,12 +1,18 @@
 """The server's interface for tokens, over HTTP, with the trainer's side in this process."""
 
 import asyncio
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.services.inference.tiny.test_server import Client, Trainer, V, serving
+
+from rolloutmq.schemas.files import InferenceAddress
+from rolloutmq.services.worker.openai.client import OpenAIPolicy
+from rolloutmq.services.worker.openai.engine_choice import Engines
+from rolloutmq.services.worker.trajectory import Trajectory
 
 PATH = "/inference/v1/generate"
 PROMPT = [1, 6, 4, 5, 13]  # <bos>, then `312=`
@@ -104,3 +110,38 @@ async def test_half_written_weights_are_never_sampled(trainer: Trainer) -> None:
         with trainer.share.writing(V(1, 0), restoring=True):
             pass
         assert (await tokens(client, max_tokens=1))["weight_versions"][0]["version"]["incarnation"] == 1
+
+
+async def test_turns_in_messages_and_text_carry_the_sampled_tokens(trainer: Trainer) -> None:
+    trainer.start()
+    async with serving(trainer) as client:
+        engines = Engines(lambda: [InferenceAddress(url=client.url, pid=0)], random.Random(0))
+        async with OpenAIPolicy.opened(engines) as policy:
+            assert await policy.render([{"role": "user", "content": "312="}]) == PROMPT
+            assert await policy.tokenize("312=") == PROMPT[1:]
+            assert await policy.detokenize(PROMPT) == "<bos>312="
+            (first,) = await policy.chat([{"role": "user", "content": "312="}], max_tokens=4)
+            sequence = Trajectory.of(first)
+            tool = [{"role": "tool", "content": "7="}]
+            (second,) = await policy.chat(tool, after=sequence, max_tokens=4)
+            both = sequence.then(second)
+            (third,) = await policy.complete("13=", after=both, max_tokens=4)
+            (fourth,) = await policy.complete([5, 13], after=both.then(third), max_tokens=4)
+    assert second.prompt_token_ids == [*sequence.token_ids, 10, 13]
+    assert third.prompt_token_ids == [*both.token_ids, 4, 6, 13]
+    whole = both.then(third).then(fourth)
+    given = len(PROMPT) + 2 + 3 + 2
+    assert sum(map(bool, whole.mask)) == len(whole.token_ids) - given
+
+
+async def test_the_paths_for_text_name_what_they_refuse(trainer: Trainer) -> None:
+    trainer.start()
+    async with serving(trainer) as client:
+        status, answer = await client.post("/tokenize", {"prompt": "a"})
+        assert (status, answer["error"]["message"][:34]) == (
+            400,
+            "prompt 'a': not in the vocabulary ('a'); "[:34],
+        )
+        status, answer = await client.post("/detokenize", {"tokens": [1, 99]})
+        assert (status, answer["error"]["message"]) == (400, "tokens: must be from 0 to 31")
+        assert (await client.get("/tokenize"))[0] == 405

@@ -7,15 +7,17 @@ import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 
-from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
+from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError, UsageError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.openai import client
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
-from rolloutmq.services.worker.policy import Policy
+from rolloutmq.services.worker.policy import GreedyPolicy, Policy
+from rolloutmq.services.worker.trajectory import Trajectory
 
 if TYPE_CHECKING:
     from tests.services.worker.conftest import FakeServer
@@ -221,3 +223,68 @@ async def test_where_all_engines_fail_it_is_waited_and_not_hurried(
         with pytest.raises(PolicyUnavailableError):
             await policy.complete("q")
         assert 2 <= policy.retries < 12
+
+
+async def test_a_turn_begins_with_the_tokens_of_those_before(server: "FakeServer") -> None:
+    server.sampled = [*map(ord, "ab"), ord(";")]
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        (first,) = await policy.complete(await policy.render([{"role": "user", "content": "q"}]))
+        sequence = Trajectory.of(first)
+        assert await policy.detokenize(sequence.token_ids) == "[user]q;[assistant]ab;"
+        (second,) = await policy.chat([{"role": "tool", "content": "7"}], after=sequence)
+        sequence = sequence.then(second)
+        assert await policy.detokenize(sequence.token_ids[-16:]) == "7;[assistant]ab;"
+        (third,) = await policy.complete("and?", after=sequence, n=1)
+        (fourth,) = await policy.complete([3, 4], after=sequence.then(third))
+        greedy = await GreedyPolicy(policy).chat(
+            [{"role": "tool", "content": "7"}], after=Trajectory.of(first)
+        )
+        with pytest.raises(UsageError, match="must be only those since its last answer"):
+            await policy.chat([{"role": "assistant", "content": "ab"}], after=sequence)
+    assert second.prompt_token_ids == [*map(ord, "[user]q;[assistant]ab;[tool]7;[assistant]")]
+    assert third.prompt_token_ids == [*second.prompt_token_ids, *map(ord, "ab;and?")]
+    assert fourth.prompt_token_ids == [*third.prompt_token_ids, *map(ord, "ab;"), 3, 4]
+    assert greedy[0].prompt_token_ids == second.prompt_token_ids
+    assert server.asked[-1]["temperature"] == 0
+    assert all(isinstance(one["prompt"], list) for one in server.asked), "no text is tokenized by the server"
+
+
+async def test_tools_are_for_the_template(server: "FakeServer") -> None:
+    tools = [{"type": "function", "function": {"name": "sum"}}]
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        await policy.render([{"role": "user", "content": "q"}], tools=tools)
+        await policy.render([{"role": "user", "content": "q"}])
+    assert [one.get("tools") for one in server.tokenized] == [tools, None]
+    assert server.tokenized[0]["add_generation_prompt"] is True
+
+
+async def test_short_texts_are_tokenized_once(server: "FakeServer", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "KEPT", 2)
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        for text in ("a", "b", "a", "b", "c", "b", "a"):
+            found = await policy.tokenize(text)
+            assert found == [ord(text)]
+            found.clear()
+        assert [one.get("prompt") for one in server.tokenized] == ["a", "b", "c", "a"]
+        assert await policy.tokenize("") == []
+        assert await policy.detokenize([]) == ""
+        assert await policy.detokenize(np.array([104, 105])) == "hi"
+        long = "x" * client.KEPT_BYTES
+        assert await policy.tokenize(long) == await policy.tokenize(long)
+    assert [one["prompt"] for one in server.tokenized[-2:]] == [long, long]
+
+
+async def test_a_server_without_a_tokenizer_is_named(server: "FakeServer") -> None:
+    server.tokenizes = False
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        with pytest.raises(
+            PolicyRefusedError, match="the server has no /tokenize; use one that has it, such as vLLM"
+        ):
+            await policy.tokenize("q")
+        with pytest.raises(PolicyRefusedError, match="the server has no /detokenize"):
+            await policy.detokenize([1])
+        (answer,) = await policy.complete("q")
+        with pytest.raises(PolicyRefusedError, match="the server has no /tokenize"):
+            await policy.chat([{"role": "user", "content": "q"}], after=Trajectory.of(answer))
+        (following,) = await policy.complete([7], after=Trajectory.of(answer))
+    assert following.prompt_token_ids == [1, 2, 3, 4, 5, 7]
