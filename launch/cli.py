@@ -12,15 +12,27 @@ from typing import Annotated
 
 import typer
 
+from rolloutmq.launch.declarations import completion
+from rolloutmq.launch.declarations.options import (
+    Json,
+    ReadArgument,
+    ReadOption,
+    RunArgument,
+    RunOption,
+    Worker,
+    answered,
+    named,
+    to_change,
+    to_read,
+)
+from rolloutmq.launch.declarations.services import Assignments
+from rolloutmq.launch.declarations.services import app as services
 from rolloutmq.launch.endings import guarded
-from rolloutmq.launch.service_commands import Assignments
-from rolloutmq.launch.service_commands import app as services
 
 app = typer.Typer(
     name="rolloutmq",
     help="Message bus for LLM reinforcement learning.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -30,15 +42,6 @@ INSPECT = "Inspect"
 STEER = "Steer"
 
 ConfigFile = Annotated[Path, typer.Argument(help="Run configuration (TOML).", show_default=False)]
-RunDir = Annotated[
-    Path | None,
-    typer.Argument(help="Run directory. Default: the only active run under runs/."),
-]
-RunOption = Annotated[
-    Path | None,
-    typer.Option("--run-dir", help="Run directory. Default: the only active run under runs/."),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Gpu = Annotated[str, typer.Argument(help="GPU UUID, or an unambiguous prefix of one.", show_default=False)]
 GroupId = Annotated[str, typer.Argument(help="Group id.", show_default=False)]
 
@@ -53,7 +56,9 @@ def up(
     config: ConfigFile,
     resume: Annotated[bool, typer.Option("--resume", help="Resume the run in the run directory.")] = False,
     seed: Annotated[int | None, typer.Option(help="Override run.seed.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Override run.dir, the run directory.")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", "-r", help="Override run.dir, the run directory.")
+    ] = None,
     assignments: Assignments = None,
     detach: Annotated[bool, typer.Option("--detach", help="Return as soon as the run has started.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Print progress lines, not the live view.")] = False,
@@ -138,7 +143,10 @@ def evaluate(
     ],
     run_dir: Annotated[
         Path | None,
-        typer.Option(help="Run directory of the evaluation.  [default: run.dir with -evaluation appended]"),
+        typer.Option(
+            *("--run-dir", "-r"),
+            help="Run directory of the evaluation.  [default: run.dir with -evaluation appended]",
+        ),
     ] = None,
     assignments: Assignments = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print progress lines, not the live view.")] = False,
@@ -158,7 +166,7 @@ def evaluate(
 @app.command(rich_help_panel=RUN)
 def gateway(
     run_dir: Annotated[
-        Path, typer.Option("--run-dir", help="Run directory: new, resumed, or of an active run.")
+        Path, typer.Option("--run-dir", "-r", help="Run directory: new, resumed, or of an active run.")
     ] = Path("runs/gateway"),
     host: Annotated[str | None, typer.Option(help="Address to bind.  [default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to bind, 0 for a free one.  [default: 8000]")] = None,
@@ -188,7 +196,7 @@ def run_api_alias() -> None:
 def replay(
     recorded: Annotated[Path, typer.Argument(help="Run directory of a run started with --replay.")],
     run_dir: Annotated[
-        Path, typer.Option("--run-dir", help="Run directory of the replay; trainers connect to it.")
+        Path, typer.Option("--run-dir", "-r", help="Run directory of the replay; trainers connect to it.")
     ] = Path("runs/replay"),
 ) -> None:
     """Replay a recorded run: serve its batches again in the same order, until all are trained."""
@@ -199,16 +207,19 @@ def replay(
 
 @app.command(rich_help_panel=RUN)
 def down(
-    run_dir: RunDir = None,
+    run_dir: RunArgument = None,
+    run: RunOption = None,
     now: Annotated[
         bool, typer.Option("--now", help="Kill its processes, instead of ending them in order.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Stop a run in order and save its queues; print what the end waits for."""
     from rolloutmq.launch.commands import steer
     from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(steer.down(find_run(run_dir), at_once=now))
+    where = find_run(named(run_dir, run))
+    raise typer.Exit(answered(lambda: steer.down(where, at_once=now), as_json=as_json))
 
 
 @app.command(rich_help_panel=RUN)
@@ -230,7 +241,8 @@ def init(
 
 @app.command(rich_help_panel=RUN)
 def doctor(
-    run_dir: RunDir = None,
+    run_dir: RunArgument = None,
+    run: RunOption = None,
     as_json: Json = False,
     sweep: Annotated[
         bool,
@@ -252,6 +264,7 @@ def doctor(
     """Check the dependencies of this machine; --sweep cleans up dead runs, --weights verifies shared weights, --rewards
     verifies that an environment (of --config, or of a run) scores the same rollouts the same.
     """
+    run_dir = named(run_dir, run)
     if rewards is not None:
         from rolloutmq.launch.commands.scores import repeat as scoring
 
@@ -259,12 +272,11 @@ def doctor(
     if sweep:
         from rolloutmq.launch.commands import sweep as remains
 
-        raise typer.Exit(remains.report(run_dir))
+        raise typer.Exit(remains.report(run_dir, as_json=as_json))
     if weights:
         from rolloutmq.launch.commands import weights as proofs
-        from rolloutmq.launch.rundir import find_run
 
-        raise typer.Exit(proofs.report(find_run(run_dir), as_json=as_json))
+        raise typer.Exit(proofs.report(to_change(run_dir), as_json=as_json))
     from rolloutmq.launch.commands import doctor as checks
 
     raise typer.Exit(checks.report(as_json=as_json, file=config))
@@ -272,8 +284,12 @@ def doctor(
 
 @app.command(rich_help_panel=INSPECT)
 def ratings(
-    run_dir: RunDir = None,
-    env: Annotated[str | None, typer.Option(help="Environment. Default: all.")] = None,
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    env: Annotated[
+        str | None,
+        typer.Option(help="Environment. Default: all.", autocompletion=completion.environments),
+    ] = None,
     metric: Annotated[
         str | None, typer.Option(help="nominal, ordinal, interval or ratio. Default: as configured.")
     ] = None,
@@ -281,102 +297,95 @@ def ratings(
 ) -> None:
     """Recompute the agreement of raters, and their disagreement by group, from the groups on disk."""
     from rolloutmq.launch.commands.scores import agree as agreement
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(agreement.ratings(find_run(run_dir, living=False), env, metric, as_json=as_json))
+    raise typer.Exit(agreement.ratings(to_read(run, run_dir), env, metric, as_json=as_json))
 
 
 @app.command(rich_help_panel=INSPECT)
-def status(run_dir: RunDir = None, as_json: Json = False) -> None:
+def status(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json = False) -> None:
     """Show the state of a run: queues, workers, and the reason why a process waits."""
-    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.status.status import status as show
 
-    raise typer.Exit(show(find_run(run_dir), as_json))
+    raise typer.Exit(show(to_read(run, run_dir), as_json))
 
 
 @app.command(rich_help_panel=INSPECT)
-def workers(run_dir: RunDir = None, as_json: Json = False) -> None:
+def workers(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json = False) -> None:
     """Show every worker with its state, and the target count of each environment."""
-    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.status.workers import workers as show
 
-    raise typer.Exit(show(find_run(run_dir), as_json))
+    raise typer.Exit(show(to_read(run, run_dir), as_json))
 
 
 @app.command(rich_help_panel=INSPECT)
-def top(run_dir: RunDir = None) -> None:
+def top(run_dir: ReadArgument = None, run: ReadOption = None) -> None:
     """Watch a run live."""
-    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.live.top import top as watch
 
-    raise typer.Exit(watch(find_run(run_dir)))
+    raise typer.Exit(watch(to_read(run, run_dir)))
 
 
 @app.command(rich_help_panel=INSPECT)
 def logs(
-    name: Annotated[str, typer.Argument(help="Process name, for example broker or sort3-0.")],
+    name: Annotated[
+        str,
+        typer.Argument(help="Process name, for example broker or sort3-0.", autocompletion=completion.logs),
+    ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log as it grows.")] = False,
-    run_dir: RunOption = None,
+    run_dir: ReadOption = None,
 ) -> None:
     """Print the log of one process."""
-    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.text.logs import logs as show
 
-    raise typer.Exit(show(find_run(run_dir, living=False), name, follow=follow))
+    raise typer.Exit(show(to_read(run_dir), name, follow=follow))
 
 
 @app.command(rich_help_panel=INSPECT)
 def tail(
     topic: Annotated[str, typer.Argument(help="Topic prefix. Default: all topics.")] = "",
-    run_dir: RunOption = None,
+    run_dir: ReadOption = None,
 ) -> None:
     """Print bus events as JSON lines; of an ended run, the recorded ones."""
-    from rolloutmq.launch.rundir import find_run
     from rolloutmq.services.monitor.text.tail import tail as show
 
-    raise typer.Exit(show(find_run(run_dir, living=False), topic))
+    raise typer.Exit(show(to_read(run_dir), topic))
 
 
 @app.command(rich_help_panel=INSPECT)
-def explain(group_id: GroupId, run_dir: RunOption = None, as_json: Json = False) -> None:
+def explain(group_id: GroupId, run_dir: ReadOption = None, as_json: Json = False) -> None:
     """Show the history of a group: origin, deliveries and outcome."""
     from rolloutmq.launch.commands import explain
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(explain.explain(find_run(run_dir, living=False), group_id, as_json=as_json))
+    raise typer.Exit(explain.explain(to_read(run_dir), group_id, as_json=as_json))
 
 
 @ledger.command("verify")
 def ledger_verify(
-    run_dir: Annotated[
-        Path | None, typer.Argument(help="Run directory. Default: the newest under runs/.")
-    ] = None,
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
     quick: Annotated[bool, typer.Option("--quick", help="Skip reading and checksumming the groups.")] = False,
     as_json: Json = False,
 ) -> None:
     """Recompute the ledger of a run from its files, and name every group it cannot account for."""
     from rolloutmq.launch.commands import ledger
 
-    raise typer.Exit(ledger.verify(run_dir, as_json=as_json, quick=quick))
+    raise typer.Exit(ledger.verify(to_read(run, run_dir), as_json=as_json, quick=quick))
 
 
 @dead.command("list")
-def dead_list(run_dir: RunOption = None, as_json: Json = False) -> None:
+def dead_list(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json = False) -> None:
     """List dead groups."""
     from rolloutmq.launch.commands import dead
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(dead.show_list(find_run(run_dir, living=False), as_json=as_json))
+    raise typer.Exit(dead.show_list(to_read(run, run_dir), as_json=as_json))
 
 
 @dead.command("show")
-def dead_show(group_id: GroupId, run_dir: RunOption = None) -> None:
+def dead_show(group_id: GroupId, run_dir: ReadOption = None, as_json: Json = False) -> None:
     """Show a dead group: reason, history and columns."""
     from rolloutmq.launch.commands import dead
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(dead.show(find_run(run_dir, living=False), group_id))
+    raise typer.Exit(dead.show(to_read(run_dir), group_id, as_json=as_json))
 
 
 @dead.command("requeue")
@@ -384,21 +393,28 @@ def dead_requeue(
     group_ids: Annotated[list[str] | None, typer.Argument(help="Group ids.", show_default=False)] = None,
     every: Annotated[bool, typer.Option("--all", help="Requeue all dead groups.")] = False,
     run_dir: RunOption = None,
+    as_json: Json = False,
 ) -> None:
     """Queue dead groups again in the running broker, with their failure counts reset."""
     from rolloutmq.launch.commands import dead
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(dead.requeue(find_run(run_dir), group_ids or [], every=every))
+    where = to_change(run_dir)
+    raise typer.Exit(answered(lambda: dead.requeue(where, group_ids or [], every=every), as_json=as_json))
 
 
 @app.command(rich_help_panel=INSPECT)
-def report(run_dir: RunDir = None, as_json: Json = False) -> None:
-    """Rewrite summary.json and report.png, and compare produced with trained groups."""
+def report(
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw the run to this file (.png).", show_default=False)
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print the result of a run, and compare produced with trained groups; its directory stays as it is."""
     from rolloutmq.launch.commands import steer
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(steer.report(find_run(run_dir, living=False), as_json=as_json))
+    raise typer.Exit(steer.report(to_read(run, run_dir), as_json=as_json, picture=picture))
 
 
 @app.command(rich_help_panel=INSPECT)
@@ -483,45 +499,58 @@ def simulate(
 
 @app.command(rich_help_panel=STEER)
 def drain(
-    worker: Annotated[str, typer.Argument(help="Worker name, for example sort3-0.")],
+    worker: Worker,
     run_dir: RunOption = None,
+    as_json: Json = False,
 ) -> None:
     """Drain a worker: it finishes its running rollouts, then exits."""
     from rolloutmq.launch.commands import steer
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(steer.drain(find_run(run_dir), worker))
+    where = to_change(run_dir)
+    raise typer.Exit(answered(lambda: steer.drain(where, worker), as_json=as_json))
 
 
 @app.command(rich_help_panel=STEER)
 def restart(
     worker: Annotated[
-        str, typer.Argument(help="Worker, for example sort3-0, or engine, for example inference-1.")
+        str,
+        typer.Argument(
+            help="Worker, for example sort3-0, or engine, for example inference-1.",
+            autocompletion=completion.workers,
+        ),
     ],
     now: Annotated[bool, typer.Option("--now", help="Kill it, instead of draining it.")] = False,
     run_dir: RunOption = None,
+    as_json: Json = False,
 ) -> None:
     """End a worker or an engine, and start another in its place; also a worker that was given up."""
     from rolloutmq.launch.commands import steer
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(steer.restart(find_run(run_dir), worker, at_once=now))
+    where = to_change(run_dir)
+    raise typer.Exit(answered(lambda: steer.restart(where, worker, at_once=now), as_json=as_json))
 
 
 @app.command(rich_help_panel=STEER)
 def scale(
-    env: Annotated[str, typer.Argument(help="Environment, or `inference` for the inference servers.")],
+    env: Annotated[
+        str,
+        typer.Argument(
+            help="Environment, or `inference` for the inference servers.",
+            autocompletion=completion.environments,
+        ),
+    ],
     count: Annotated[str, typer.Argument(help="Number of workers or servers, or `auto`.")],
     run_dir: RunOption = None,
+    as_json: Json = False,
 ) -> None:
     """Pin an environment's worker count, or return it to autoscaling with `auto`."""
     from rolloutmq.launch.commands import steer
-    from rolloutmq.launch.rundir import find_run
 
     if count != "auto" and not count.isdecimal():
         raise typer.BadParameter("must be a number or `auto`", param_hint="count")
     wanted = None if count == "auto" else int(count)
-    raise typer.Exit(steer.scale(find_run(run_dir), env, wanted))
+    where = to_change(run_dir)
+    raise typer.Exit(answered(lambda: steer.scale(where, env, wanted), as_json=as_json))
 
 
 @app.command("set", rich_help_panel=STEER)
@@ -530,12 +559,13 @@ def set_values(
         list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, for example env.math.weight=2.")
     ],
     run_dir: RunOption = None,
+    as_json: Json = False,
 ) -> None:
     """Change settings of a running run atomically; changes survive a broker restart."""
     from rolloutmq.launch.commands import steer
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(steer.set_values(find_run(run_dir), values))
+    where = to_change(run_dir)
+    raise typer.Exit(answered(lambda: steer.set_values(where, values), as_json=as_json))
 
 
 @app.command(rich_help_panel=STEER)
@@ -543,21 +573,22 @@ def cordon(
     gpu: Gpu,
     reason: Annotated[str, typer.Option(help="Reason, shown by `status` and `top`.")] = "asked",
     run_dir: RunOption = None,
+    as_json: Json = False,
 ) -> None:
     """Keep new workers off a GPU; running workers stay."""
     from rolloutmq.launch.commands import gpus
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(gpus.cordon(find_run(run_dir), gpu, reason))
+    where = to_change(run_dir)
+    raise typer.Exit(answered(lambda: gpus.cordon(where, gpu, reason), as_json=as_json))
 
 
 @app.command(rich_help_panel=STEER)
-def uncordon(gpu: Gpu, run_dir: RunOption = None) -> None:
+def uncordon(gpu: Gpu, run_dir: RunOption = None, as_json: Json = False) -> None:
     """Allow new workers on a cordoned GPU. The event that caused the cordon is ignored from now on."""
     from rolloutmq.launch.commands import gpus
-    from rolloutmq.launch.rundir import find_run
 
-    raise typer.Exit(gpus.uncordon(find_run(run_dir), gpu))
+    where = to_change(run_dir)
+    raise typer.Exit(answered(lambda: gpus.uncordon(where, gpu), as_json=as_json))
 
 
 app.add_typer(services)

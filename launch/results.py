@@ -25,11 +25,13 @@ from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json, read_lives
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.launch.end_notice import failure_report
 from rolloutmq.launch.rundir import ended_lives
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.lives import Life
+from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.services.broker.journal.format.events import Accepted, GroupSnapshot, GroupState
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
@@ -37,7 +39,7 @@ from rolloutmq.services.broker.journal.inspect.history import JournalHistory
 from rolloutmq.services.broker.journal.inspect.ledger_model import SnapshotModel, remaining_ids
 from rolloutmq.services.broker.journal.inspect.verify import recount
 from rolloutmq.services.broker.snapshots.memory_snapshot import load
-from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.monitor.liveness import UNENDED, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
 from rolloutmq.services.monitor.report.bias_table import table, verdict_line
@@ -224,6 +226,7 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, *, picture: bool
     records = _read(layout, is_ours=config.trainer.enabled)
     found = survey(layout, records.saved, records.ledger)
     summary = _summary(config, layout, reason, None, records, found)
+    write_private(layout.summary, json.dumps(summary, indent=2).encode() + b"\n")
     drawn = _picture(config, layout, summary) if picture else None
     lines = _lines(config, layout, summary, drawn, found)
     sys.stdout.write("\n".join(lines) + "\n")
@@ -246,27 +249,16 @@ def _lives(layout: RunLayout) -> list[Life]:
     return ended_lives(layout)
 
 
-UNENDED: Final = "not yet"
-"""Reason in the summary of a run that is still active."""
-
-
 def _end(layout: RunLayout) -> tuple[str, float | None]:
     """Return why a run ended, and its duration if the summary has it.
 
     The launcher recorded the reason in the summary. Nobody does so for a broker started by hand.
     """
     fate = fate_of(layout)
-    if fate.life is RunLiveness.LIVING:
-        return UNENDED, None
-    if fate.life is RunLiveness.DEAD:
-        return "its launcher was killed", None
-    recorded = _recorded_summary(layout)
-    reason, wall_s = recorded.get("ended"), recorded.get("wall_s")
-    if isinstance(reason, str) and reason not in {"", UNENDED}:
-        return reason, float(wall_s) if isinstance(wall_s, int | float) else None
-    if layout.log("up").exists():
-        return f"see {layout.log('up')}", None
-    return "its broker, which was started by hand, has ended", None
+    if fate.life is not RunLiveness.ENDED or fate.by_hand:
+        return fate.told, None
+    wall_s = _recorded_summary(layout).get("wall_s")
+    return fate.told, float(wall_s) if isinstance(wall_s, int | float) else None
 
 
 def _recorded_summary(layout: RunLayout) -> dict[str, Any]:
@@ -276,11 +268,20 @@ def _recorded_summary(layout: RunLayout) -> dict[str, Any]:
         return {}
 
 
-def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> None:
-    """Rewrite summary and picture, and print the result with the full comparison of produced and trained groups.
+def print_report(config: RunConfig, layout: RunLayout, *, as_json: bool, picture: Path | None = None) -> None:
+    """Print the result of a run as its files have it now, and the full comparison of produced and trained groups.
+
+    Nothing in the run directory changes: its summary keeps what the launcher recorded at the end.
+
+    Args:
+        config: Configuration of the run.
+        layout: Files of the run.
+        as_json: Print JSON.
+        picture: File to draw the picture to (.png), if any.
 
     Raises:
         DamagedFileError: A log is damaged. The comparison is printed nevertheless, and names the damage.
+        MissingError: A picture is wanted, and matplotlib is not installed.
     """
     records = _read(layout, is_ours=config.trainer.enabled)
     found = survey(layout, records.saved, records.ledger)
@@ -288,14 +289,24 @@ def rewrite_report(config: RunConfig, layout: RunLayout, *, as_json: bool) -> No
     lines: list[str] = []
     try:
         summary = _summary(config, layout, *_end(layout), records, found)
-        picture = _picture(config, layout, summary)
-        lines = [*_lines(config, layout, summary, picture, found), ""]
+        if picture is not None:
+            write_report(layout, config, summary, picture)
+        drawn = picture or (layout.report if layout.report.exists() else None)
+        lines = [*_lines(config, layout, summary, drawn, found), ""]
+        if report := failure_report(layout, summary["ended"], _began(layout)):
+            lines += [*report.splitlines(), ""]
     finally:
         if as_json:
             text = json.dumps({"summary": summary, "bias": found.fields()}, indent=2)
         else:
             text = "\n".join([*lines, "produced against trained", *table(found.bias), *unread(found)])
-        sys.stdout.write(text + "\n")
+        sys.stdout.write(printable_lines(text) + "\n")
+
+
+def _began(layout: RunLayout) -> float:
+    """Return the start of the last life of a run, wall-clock seconds; 0 without lives."""
+    lives = read_lives(layout)
+    return lives[-1].began if lives else 0.0
 
 
 def _summary(
@@ -306,7 +317,7 @@ def _summary(
     records: BrokerRecords,
     found: Survey,
 ) -> dict[str, Any]:
-    """Write the summary and return it."""
+    """Return the summary."""
     summary = summarise(
         layout,
         config,
@@ -315,13 +326,7 @@ def _summary(
         lives=_lives(layout),
         ledger=records.ledger,
     )
-    summary = {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
-    _write_summary(layout, summary)
-    return summary
-
-
-def _write_summary(layout: RunLayout, summary: dict[str, Any]) -> None:
-    write_private(layout.summary, json.dumps(summary, indent=2).encode() + b"\n")
+    return {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
 
 
 def _read(layout: RunLayout, *, is_ours: bool) -> BrokerRecords:
@@ -331,7 +336,7 @@ def _read(layout: RunLayout, *, is_ours: bool) -> BrokerRecords:
 
 def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> Path | None:
     try:
-        write_report(layout, config, summary)
+        write_report(layout, config, summary, layout.report)
     except MissingError as error:
         logger.warning("picture not written reason=%s", error)
         return None
@@ -353,9 +358,12 @@ def _lines(
     yield from _groups(layout, summary)
     if summary["staleness_max"] is not None and summary["staleness_bound"] is not None:
         yield f"staleness  at most {summary['staleness_max']}, bound {bound_text(summary)}"
+    for number, name in enumerate(summary["findings"]):
+        yield f"{'' if number else 'health':<11}{name}"
     yield f"bias       {verdict_line(found.bias)}"
     yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
-    yield f"summary    {layout.summary}"
+    if summary["ended"] != UNENDED and layout.summary.exists():
+        yield f"summary    {layout.summary}"
     if picture is not None:
         yield f"picture    {picture}"
     evaluated = summary["evaluation"]["last"]["step"] if summary["evaluation"] else 0

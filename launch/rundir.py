@@ -211,7 +211,7 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     Args:
         given: The named directory, or None for the only active run under `runs/`.
         living: Without a name, accept only a run with a running launcher, or with a running broker that was started
-            by hand; else the newest run.
+            by hand; else take the newest run, or the only dead one whose broker still answers.
 
     Raises:
         MissingError: There is no such run, or several are active.
@@ -231,7 +231,12 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     if alive_ones:
         return alive_ones[0].root
     if layouts and not living:
-        return max(layouts, key=lambda layout: layout.config.stat().st_mtime).root
+        serving = [one for one in layouts if (fate := fate_of(one)).life is RunLiveness.DEAD and fate.broker]
+        return (
+            serving[0].root
+            if len(serving) == 1
+            else max(layouts, key=lambda layout: layout.config.stat().st_mtime).root
+        )
     dead = [layout for layout in layouts if layout.owner.exists()]
     hint = "start one with `rolloutmq up CONFIG`"
     if dead:
@@ -242,6 +247,23 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
         latest = max(layouts, key=lambda layout: layout.config.stat().st_mtime).root
         hint += f", or name a run directory (latest: {latest})"
     raise MissingError(f"{RUNS}/", hint, "has no active run")
+
+
+def require_active(run_dir: Path) -> Path:
+    """Return a run directory whose broker may be asked, to change the run.
+
+    Raises:
+        MissingError: The run has ended, or is dead and its broker with it.
+    """
+    layout = RunLayout(run_dir)
+    fate = fate_of(layout)
+    if fate.life is RunLiveness.ENDED:
+        remedy = "`rolloutmq up CONFIG --resume` continues it"
+        raise MissingError(f"{run_dir}", remedy, f"has ended ({fate.told}), so there is nothing to change")
+    if fate.life is RunLiveness.DEAD and not fate.broker:
+        remedy = f"clean up with `rolloutmq down {run_dir}`"
+        raise MissingError(f"{run_dir}", remedy, f"is dead ({fate.told}), so there is nothing to change")
+    return run_dir
 
 
 @contextmanager

@@ -42,7 +42,7 @@ def show_list(run_dir: Path, *, as_json: bool) -> int:
     return 0
 
 
-def show(run_dir: Path, group_id: str) -> int:
+def show(run_dir: Path, group_id: str, *, as_json: bool = False) -> int:
     """Print everything known about a dead group, with a preview of its columns; return the exit code."""
     found = _store(run_dir).find(group_id)
     if found is None:
@@ -50,7 +50,11 @@ def show(run_dir: Path, group_id: str) -> int:
             f"{group_id}: no such dead group in {run_dir}; `rolloutmq dead list` names them", FAILED
         )
     with reader_may_leave():
-        sys.stdout.writelines(f"{printable(line)}\n" for line in _lines(run_dir, found))
+        if as_json:
+            text = msgspec.json.format(msgspec.json.encode(_group_fields(run_dir, found)), indent=2).decode()
+            sys.stdout.write(printable_lines(text) + "\n")
+        else:
+            sys.stdout.writelines(f"{printable(line)}\n" for line in _lines(run_dir, found))
     return 0
 
 
@@ -99,6 +103,26 @@ def _entry_fields(entry: DeadEntry) -> dict[str, Any]:
         "sequences": letter.group.header.sequences,
         "nbytes": letter.group.header.nbytes,
         "kept": letter.kept,
+    }
+
+
+def _group_fields(run_dir: Path, found: DeadGroup) -> dict[str, Any]:
+    """Return a dead group as JSON objects: as `dead list` has it, its history, and its columns as lines of text."""
+    letter, group = found.letter, found.meta
+    return {
+        "order": found.order,
+        "group_id": group.header.group_id,
+        "env": group.env,
+        "producer": group.producer,
+        "reason": letter.reason,
+        "at": letter.at,
+        "deliveries": letter.deliveries,
+        "failures": letter.failures,
+        "sequences": group.header.sequences,
+        "nbytes": group.header.nbytes,
+        "kept": letter.kept,
+        "history": [line.strip() for line in history(run_dir, group.header.group_id)],
+        "columns": [line.strip() for line in _columns(found)],
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rolloutmq.launch.commands.ledger import recorded
-from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout
 from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.services.broker.journal.inspect.explain import (
     GroupHistory,
@@ -17,6 +17,7 @@ from rolloutmq.services.broker.journal.inspect.explain import (
     origin,
 )
 from rolloutmq.services.broker.journal.read.versions import require_own_records
+from rolloutmq.services.monitor.report.summary import settled_lines
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -62,7 +63,7 @@ def notes(layout: RunLayout, group_id: str) -> Iterator[HistoryEntry]:
             if line.group_id == group_id:
                 details = {"producer": path.stem, "session": line.session, "seq": line.seq}
                 yield HistoryEntry(line.at, "acked", details)
-    for batch in read_lines(layout.trained, SettledBatch):
+    for batch in settled_lines(layout):
         for event in ("trained", "filtered", "rejected"):
             if group_id in getattr(batch, event):
                 policy = f"{batch.version.incarnation}.{batch.version.step}"

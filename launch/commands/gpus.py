@@ -8,7 +8,7 @@ from typing import Final
 
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.schemas.files import GpuRecord, RunLayout
 from rolloutmq.schemas.wire.hardware import CordonGpu, GpuOrdered, UncordonGpu
 from rolloutmq.services.monitor.status.confirmation import CONFIRM_S, LOOK_S, unconfirmed
@@ -24,7 +24,8 @@ def cordon(run_dir: Path, gpu: str, reason: str) -> int:
     """Keep new workers off a GPU; return the exit code.
 
     Raises:
-        ConfigError: No GPU of the run matches, or several do.
+        UsageError: No GPU of the run matches.
+        ConfigError: Several do, or the reason is too long.
     """
     if len(reason) > REASON_LIMIT:
         raise ConfigError("reason", f"too long; use at most {REASON_LIMIT} characters")
@@ -36,7 +37,8 @@ def uncordon(run_dir: Path, gpu: str) -> int:
     """Allow new workers on a GPU again, for any cause of the cordon; return the exit code.
 
     Raises:
-        ConfigError: No GPU of the run matches, or several do.
+        UsageError: No GPU of the run matches.
+        ConfigError: Several do.
     """
     uuid = resolve(gpu, read_gpus(RunLayout(run_dir)).gpus)
     return _order(run_dir, UncordonGpu(gpu=uuid))
@@ -53,7 +55,7 @@ def resolve(given: str, records: Sequence[GpuRecord]) -> str:
     if found:
         raise ConfigError(given, f"ambiguous GPU prefix (matches {', '.join(found)}); give more characters")
     known_text = f"this run has: {', '.join(known)}" if known else "its orchestrator has reported no GPU"
-    raise ConfigError(given or "GPU", f"no such GPU; {known_text}")
+    raise UsageError(f"{given or 'GPU'}: no such GPU; {known_text}")
 
 
 def _order(run_dir: Path, request: CordonGpu | UncordonGpu) -> int:

@@ -1,7 +1,7 @@
 """`rolloutmq ledger verify`: audit of every accepted group of a run, from its files alone.
 
 Exit codes: 0 every group is accounted for, or the run has no journal (durability `memory`, stated in the output);
-1 problems found; 2 no such run directory.
+1 problems found.
 """
 
 import sys
@@ -12,32 +12,26 @@ from typing import Any
 import msgspec
 
 from rolloutmq.bus.rundir import read_run
-from rolloutmq.launch.rundir import find_run
-from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import AckedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.inspect import verify as books
 from rolloutmq.services.broker.journal.inspect.verify import Verdict, Witness
 from rolloutmq.services.broker.journal.read.versions import require_own_records
-from rolloutmq.services.monitor.report.summary import read_trainer_log
-from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
+from rolloutmq.services.monitor.report.summary import read_settled, read_trainer_log
+from rolloutmq.services.monitor.text.exit_codes import FAILED, reader_may_leave
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
 
-def verify(given: Path | None, *, as_json: bool, quick: bool = False) -> int:
+def verify(run_dir: Path, *, as_json: bool, quick: bool = False) -> int:
     """Recompute the ledger of a running or ended run and print the verdict; return the exit code.
 
     Args:
-        given: The run directory; the newest below `runs/` if None.
+        run_dir: Its directory.
         as_json: Print JSON.
         quick: Skip reading and checksumming the groups.
     """
-    try:
-        layout = RunLayout(find_run(given, living=False))
-    except MissingError as error:
-        return complain(str(error), USAGE)
-    verdict = check(layout, quick=quick)
+    verdict = check(RunLayout(run_dir), quick=quick)
     with reader_may_leave():
         text = _json(verdict) if as_json else "\n".join(map(printable, _lines(verdict)))
         sys.stdout.write(printable_lines(text) + "\n")
@@ -59,13 +53,17 @@ def recorded(layout: RunLayout) -> bool:
 
 
 def witness(layout: RunLayout) -> Witness:
-    """Read the independent records of producers and trainer.
+    """Read the records of producers and trainer beside the journal; of a trainer without a log, those of the broker.
 
     Raises:
         DamagedFileError: A complete line does not decode.
     """
     acked = [line for path in sorted(layout.acks.glob("*.jsonl")) for line in read_lines(path, AckedGroup)]
-    return Witness(acked, read_trainer_log(read_lines(layout.trained, SettledBatch)).trained())
+    own = read_trainer_log(read_lines(layout.trained, SettledBatch))
+    if own.batches or own.resumed_at:
+        return Witness(acked, own.trained())
+    # The broker's log may lack the line of a resume, if the broker was killed: it says what was trained, not how often.
+    return Witness(acked, dict.fromkeys(read_settled(layout).trained(), 1))
 
 
 def _json(verdict: Verdict) -> str:

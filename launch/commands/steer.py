@@ -16,7 +16,7 @@ from rolloutmq.bus.files import private_file, require_private
 from rolloutmq.bus.rundir import load_run, read_run
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.launch.results import conclude, rewrite_report
+from rolloutmq.launch.results import conclude, print_report
 from rolloutmq.launch.rundir import (
     END_SIGNAL,
     STRAY_GRACE_S,
@@ -350,12 +350,12 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
     return 0
 
 
-def report(run_dir: Path, *, as_json: bool) -> int:
-    """Rewrite summary and picture from the run directory, and print produced against trained groups."""
-    config, layout = load_run(run_dir)
+def report(run_dir: Path, *, as_json: bool, picture: Path | None = None) -> int:
+    """Print the result of a run and produced against trained groups; return the exit code. See `print_report`."""
+    config, layout = read_run(run_dir)
     require_own_records(layout)
     with reader_may_leave():
-        rewrite_report(config, layout, as_json=as_json)
+        print_report(config, layout, as_json=as_json, picture=picture)
     return 0
 
 

@@ -12,6 +12,7 @@ restarting. This protects the named runs and those under `runs/`. The trainer of
 after a restart, creates a new one, and the inference servers attach again.
 """
 
+import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
@@ -71,9 +72,12 @@ def _below_runs() -> list[Path]:
     return sorted(path.parent for path in rundir.RUNS.glob("*/config.json"))
 
 
-def report(run_dir: Path | None) -> int:
+def report(run_dir: Path | None, *, as_json: bool = False) -> int:
     """Sweep one run directory, or all under `runs/`, and print the removed paths; return the exit code."""
     removed = sweep([run_dir] if run_dir is not None else _below_runs())
+    if as_json:
+        sys.stdout.write(json.dumps({"removed": list(map(str, removed))}) + "\n")
+        return 0
     sys.stdout.writelines(f"removed {path}\n" for path in removed)
     if not removed:
         sys.stdout.write("nothing to remove\n")

@@ -11,6 +11,7 @@ HEAD: Final = """\
 # CLI reference
 
 `rolloutmq --help` and `rolloutmq COMMAND --help` print the same texts. [Exit codes](exit-codes.md) has the codes.
+`rolloutmq --install-completion` sets up completion of bash, zsh or fish.
 
 `make reference` writes this page from the declarations in `launch/cli.py`."""
 HIDDEN: Final = frozenset({"help"})

@@ -186,6 +186,7 @@ FindingName = Literal[
     "clipping",
     "precision",
     "rejection",
+    "filtering",
     "low_agreement",
 ]
 
@@ -212,5 +213,7 @@ class HealthConfig(Section):
     Exact arithmetic on both sides would give 0."""
     rejected: Fraction = 0.1
     """`rejection`: least part of groups rejected by the trainer, for example for infinite advantages."""
+    filtered: Fraction = 0.75
+    """`filtering`: least part of groups that the trainer filtered, by whatever rule."""
     stop_on: tuple[FindingName, ...] = ()
     """Findings to end the run on, with exit code 1."""

@@ -3,7 +3,8 @@
 import os
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -12,6 +13,10 @@ from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.process.identity import alive, boot_id
+
+UNENDED: Final = "not yet"
+"""Reason in the summary of a run that is still active."""
+BY_HAND: Final = "its broker, which was started by hand, has ended"
 
 
 class RunLiveness(StrEnum):
@@ -37,6 +42,7 @@ class Fate:
         broker: Whether a broker may be running; False only if there is certainly none.
         elsewhere: The launcher belongs to another boot or another machine; indistinguishable from here.
         reason: Reason of an orderly end.
+        by_hand: Nobody recorded the end: the run had a broker and no launcher. Its broker may be started again.
     """
 
     life: RunLiveness
@@ -45,6 +51,7 @@ class Fate:
     broker: bool = False
     elsewhere: bool = False
     reason: str = ""
+    by_hand: bool = False
 
     def say(self, layout: RunLayout) -> str:
         """Return the fate as one line."""
@@ -63,6 +70,21 @@ class Fate:
             case RunLiveness.ABSENT:
                 return f"no broker runs in {layout.root}"
 
+    @property
+    def told(self) -> str:
+        """Return why the run ended; `UNENDED` if it has not."""
+        match self.life:
+            case RunLiveness.LIVING:
+                return UNENDED
+            case RunLiveness.DEAD:
+                return "its launcher " + (
+                    "was of another boot or machine" if self.elsewhere else "was killed"
+                )
+            case RunLiveness.ENDED:
+                return self.reason
+            case RunLiveness.ABSENT:
+                return "no broker runs"
+
 
 def fate_of(layout: RunLayout) -> Fate:
     """Inspect a run directory in any state."""
@@ -77,9 +99,18 @@ def fate_of(layout: RunLayout) -> Fate:
     if broker:
         return Fate(RunLiveness.LIVING, broker=True)
     summary = _read(layout.summary, dict[str, Any])
-    if summary is not None:
-        return Fate(RunLiveness.ENDED, reason=str(summary.get("ended", "see summary.json")))
+    if summary is not None and (reason := str(summary.get("ended", "see summary.json"))) not in {"", UNENDED}:
+        return Fate(RunLiveness.ENDED, reason=reason)
+    if layout.log("up").exists():
+        return Fate(RunLiveness.ENDED, reason=f"see {layout.log('up')}")
+    if endpoints_of(layout) is None and any(trace.exists() for trace in _traces(layout)):
+        return Fate(RunLiveness.ENDED, reason=BY_HAND, by_hand=True)
     return Fate(RunLiveness.ABSENT)
+
+
+def _traces(layout: RunLayout) -> tuple[Path, ...]:
+    """Return the files that only a broker and its clients leave."""
+    return (layout.journal, layout.saved, layout.settled, layout.trained, layout.acks)
 
 
 def _broker_lives(layout: RunLayout) -> bool:

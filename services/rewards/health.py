@@ -5,6 +5,7 @@ trainer, over all workers: `LaneScores`.
 """
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from math import atanh, inf, sqrt, tanh
 from typing import Final, NamedTuple
 
@@ -173,6 +174,43 @@ def rejection(groups: int, rejected: float, limit: float) -> Symptom | None:
         f"the trainer rejected {rejected / groups:.0%} of the groups",
         "read the reasons: `rolloutmq dead list`",
         {"rejected": rejected, "groups": float(groups)},
+    )
+
+
+class FilterRule(StrEnum):
+    """Why groups were filtered, as a trainer reports it; the text of a finding."""
+
+    FLAT = "equal scores"
+    TOO_OLD = "older than trainer.loss.correction.max_staleness"
+    NEGLIGIBLE = "scores alike beside those of their environment (trainer.rewards.normalize)"
+    OTHER = "a rule of the trainer's own"
+
+
+FILTER_REMEDIES: Final[Mapping[FilterRule, str]] = {
+    FilterRule.FLAT: "choose tasks at the edge of what the policy can do (a curriculum), or make the score finer",
+    FilterRule.TOO_OLD: "lower max_staleness of the environments, or raise that of the correction",
+    FilterRule.NEGLIGIBLE: "bound the score, so that single ones do not outweigh the rest",
+    FilterRule.OTHER: "look at the filter of your trainer",
+}
+
+
+def filtering(groups: int, filtered: Mapping[FilterRule, float], limit: float) -> Symptom | None:
+    """Find groups that are rolled out and not trained: at least a part `limit` of the `groups` was filtered.
+
+    Args:
+        groups: Groups of a window.
+        filtered: Filtered groups among them, by rule.
+        limit: Least part that is found.
+    """
+    total = sum(filtered.values())
+    if not groups or total / groups < limit:
+        return None
+    rules = sorted((rule for rule in filtered if filtered[rule] > 0), key=lambda rule: -filtered[rule])
+    shares = ", ".join(f"{filtered[rule] / groups:.0%} {rule}" for rule in rules)
+    return Symptom(
+        f"{total / groups:.0%} of the groups were filtered: {shares}",
+        FILTER_REMEDIES[rules[0]] if rules else "",
+        {"groups": float(groups), **{rule.name.lower(): filtered[rule] for rule in rules}},
     )
 
 

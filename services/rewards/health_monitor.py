@@ -12,7 +12,7 @@ of a trainer on only its own count.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial, reduce
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
@@ -23,12 +23,14 @@ from rolloutmq.schemas.wire.control import StepDone, StepSkipped
 from rolloutmq.schemas.wire.health import HealthFinding, LaneScores
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.rewards import health
-from rolloutmq.services.rewards.health import Symptom
+from rolloutmq.services.rewards.health import FilterRule, Symptom
 
 T = TypeVar("T")
 
 TRAINER: Final = "trainer"
 """Name that stands for the trainer in findings about its figures."""
+TOO_OLD: Final = "max_staleness"
+"""Part of the reason of a batch without a step whose groups are too old for the loss."""
 RELEASE: Final = 0.9
 """Part of its limit below which the figure of a lasting finding must fall for the finding to end."""
 FORGOTTEN_WINDOWS: Final = 50
@@ -41,6 +43,7 @@ class RecordedStep(msgspec.Struct, frozen=True, tag="step_done", tag_field="kind
     step: int
     incarnation: int = 0
     groups: int = 0
+    filtered: int = 0
     staleness_max: int = 0
     extra: dict[str, float] = {}
     scores: tuple[LaneScores, ...] = ()
@@ -51,7 +54,9 @@ class RecordedSkip(msgspec.Struct, frozen=True, tag="step_skipped", tag_field="k
 
     step: int
     incarnation: int = 0
+    reason: str = ""
     groups: int = 0
+    filtered: int = 0
     rejected: int = 0
     scores: tuple[LaneScores, ...] = ()
 
@@ -87,6 +92,31 @@ LOGGED_KEPT: Final = 64
 
 Recorded = RecordedStep | RecordedSkip | RecordedBatch | RecordedFigures
 """A line of `metrics.jsonl` that is checked."""
+
+
+class Counts(NamedTuple):
+    """Groups of a batch: all, those that the trainer cannot use, and those that it filtered, by rule."""
+
+    groups: int
+    rejected: float
+    filtered: Mapping[FilterRule, float]
+
+    @classmethod
+    def of(cls, batch: "Batch") -> "Counts":
+        """Count the groups of a report; the equal scores come from its sums, the other rules from its figures."""
+        flat = min(batch.filtered, sum(one.flat for one in batch.scores))
+        if isinstance(batch, BatchSettled | RecordedBatch):
+            groups, rejected = batch.trained + batch.filtered + batch.rejected, float(batch.rejected)
+            old = hidden = 0.0
+        elif isinstance(batch, StepDone | RecordedStep):
+            groups, rejected = batch.groups, batch.extra.get("rejected", 0.0)
+            old, hidden = (batch.extra.get(name, 0.0) for name in ("too_old", "negligible"))
+        else:
+            groups, rejected, hidden = batch.groups, float(batch.rejected), 0.0
+            old = float(batch.filtered - flat) if TOO_OLD in batch.reason else 0.0
+        rest = max(0.0, batch.filtered - flat - old - hidden)
+        rules = (float(flat), old, hidden, rest)
+        return cls(groups, rejected, dict(zip(FilterRule, rules, strict=True)))
 
 
 class Place(NamedTuple):
@@ -165,8 +195,7 @@ class HealthMonitor:
     def _begin(self) -> None:
         """Begin with empty windows."""
         self._figures: Windows[dict[str, float]] = Windows(self._config.window_steps)
-        self._counts: Windows[tuple[int, float]] = Windows(self._config.window_steps)
-        """Groups of each batch, and the rejected ones among them."""
+        self._counts: Windows[Counts] = Windows(self._config.window_steps)
         self._lanes: dict[str, Windows[LaneScores]] = {}
 
     def take_figures(self, event: StepFigures | RecordedFigures) -> None:
@@ -221,14 +250,10 @@ class HealthMonitor:
     def _take(self, place: Place, batch: Batch) -> None:
         if isinstance(batch, StepDone | RecordedStep):
             self._figures.take(place, {**batch.extra, "staleness_max": float(batch.staleness_max)})
-            self._counts.take(place, (batch.groups, batch.extra.get("rejected", 0.0)))
-        elif isinstance(batch, BatchSettled | RecordedBatch):
-            if batch.stepped:
-                logged = self._logged.pop((batch.incarnation, batch.step), {})
-                self._figures.take(place, {**logged, "staleness_max": float(batch.staleness_max)})
-            self._counts.take(place, (batch.trained + batch.filtered + batch.rejected, batch.rejected))
-        else:
-            self._counts.take(place, (batch.groups, batch.rejected))
+        elif isinstance(batch, BatchSettled | RecordedBatch) and batch.stepped:
+            logged = self._logged.pop((batch.incarnation, batch.step), {})
+            self._figures.take(place, {**logged, "staleness_max": float(batch.staleness_max)})
+        self._counts.take(place, Counts.of(batch))
         self._batches += 1
         for one in batch.scores:
             self._lanes.setdefault(one.env, Windows(self._config.window_steps)).take(place, one)
@@ -283,8 +308,10 @@ class HealthMonitor:
         limit = partial(self._limit, TRAINER)
         yield "clipping", health.clipping(steps, limit("clipping", config.clipped))
         yield "precision", health.precision(steps, limit("precision", config.fresh_kl))
-        groups, rejected = sum(one for one, _ in counts), sum(one for _, one in counts)
+        groups, rejected = sum(one.groups for one in counts), sum(one.rejected for one in counts)
         yield "rejection", health.rejection(groups, rejected, limit("rejection", config.rejected))
+        filtered = {rule: sum(one.filtered[rule] for one in counts) for rule in FilterRule}
+        yield "filtering", health.filtering(groups, filtered, limit("filtering", config.filtered))
 
     def _limit(self, env: str, name: str, configured: float) -> float:
         """Return the limit in force: a lasting finding ends only clearly below the configured one."""

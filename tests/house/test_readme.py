@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.launch.service_commands import app
+from rolloutmq.launch.declarations.services import app
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.server import running_broker

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -33,6 +34,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.liveness import fate_of
+from rolloutmq.services.worker.user_code.failures import UserFailure
 
 
 def acked(name: str) -> AckedGroup:
@@ -162,6 +164,21 @@ def report(layout: RunLayout, *arguments: str) -> "subprocess.CompletedProcess[s
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+def summary_of(layout: RunLayout) -> dict[str, Any]:
+    """Return the summary that `report --json` prints."""
+    found: dict[str, Any] = json.loads(report(layout, "--json").stdout)["summary"]
+    return found
+
+
+def snapshot(layout: RunLayout) -> dict[Path, tuple[bytes, int]]:
+    """Return contents and change time of every file of a run."""
+    return {
+        path: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in layout.root.rglob("*")
+        if path.is_file()
+    }
+
+
 def test_report_shows_a_bias_to_a_person_and_to_a_program(layout: RunLayout) -> None:
     told = report(layout)
     assert (told.returncode, told.stderr) == (0, "")
@@ -172,7 +189,7 @@ def test_report_shows_a_bias_to_a_person_and_to_a_program(layout: RunLayout) -> 
     fields = json.loads(report(layout, "--json").stdout)
     assert fields["bias"]["environments"]["sort3"]["dimensions"]["duration"]["verdict"] == "biased"
     short = {"length": "none shows", "duration": "biased", "reward": "none shows"}
-    summary = json.loads(layout.summary.read_text())
+    summary = summary_of(layout)
     assert summary["bias"]["environments"] == {"sort3": short}
     assert fields["summary"] == summary
 
@@ -200,7 +217,7 @@ def test_counts_of_a_trainer_of_ones_own_are_those_of_the_ledger(run_dir: Path) 
     told = report(made.layout)
     assert "4 accepted: 1 trained, 1 filtered, 1 expired, 0 dead, 1 in flight" in told.stdout
     verdict = check(made.layout, quick=True)
-    summary = json.loads(made.layout.summary.read_text())
+    summary = summary_of(made.layout)
     assert summary["groups_accepted"] == verdict.accepted == 4
     assert summary["groups_in_flight"] == verdict.counts["queued"] + verdict.counts["leased"] == 1
     for state in ("trained", "filtered", "expired", "dead", "discarded"):
@@ -223,7 +240,7 @@ def test_a_log_that_names_less_than_the_ledger_settled_does_not_speak(
     line = SettledBatch(at=1.0, version=PolicyVersion(0, 1), trained=logged, resumed=True)
     made.layout.trained.write_bytes(msgspec.json.encode(line) + b"\n")
     assert "3 accepted: 2 trained, 0 filtered, 0 expired, 0 dead, 1 in flight" in report(made.layout).stdout
-    summary = json.loads(made.layout.summary.read_text())
+    summary = summary_of(made.layout)
     assert (summary["groups_trained"], summary["groups_in_flight"], summary["groups_lost"]) == (2, 1, 0)
 
 
@@ -241,7 +258,7 @@ def test_groups_for_evaluation_do_not_outweigh_the_log_of_a_trainer_of_ones_own(
     line = SettledBatch(at=1.0, version=PolicyVersion(0, 1), trained=("g1",))
     made.layout.trained.write_bytes(msgspec.json.encode(line) + b"\n")
     assert "1 accepted: 1 trained, 0 filtered" in report(made.layout).stdout
-    summary = json.loads(made.layout.summary.read_text())
+    summary = summary_of(made.layout)
     assert (summary["groups_trained"], summary["groups_trained_twice"]) == (1, 0)
 
 
@@ -257,22 +274,47 @@ def test_report_of_a_resumed_run_counts_its_lives(layout: RunLayout) -> None:
     layout.log("up").touch()
     write_json(layout.lives, [Life(10.0, 15.5), Life(100.0, 107.0)])
     assert "ended      the trainer is done, after 12.5 s in 2 lives, 84.5 s apart\n" in report(layout).stdout
-    summary = json.loads(layout.summary.read_text())
+    summary = summary_of(layout)
     assert (summary["wall_s"], summary["lives"], summary["downtime_s"]) == (12.5, 2, 84.5)
 
 
-def test_report_keeps_the_recorded_end(layout: RunLayout) -> None:
+def test_report_changes_nothing_in_the_run_directory(layout: RunLayout, tmp_path: Path) -> None:
     recorded = {"ended": "interrupted by SIGTERM", "wall_s": 12.5}
     layout.summary.write_text(json.dumps(recorded))
     layout.log("up").parent.mkdir()
     layout.log("up").touch()
-    for _ in range(2):
-        told = report(layout).stdout
-        assert "ended      interrupted by SIGTERM, after 12.5 s\n" in told
-        summary = json.loads(layout.summary.read_text())
-        assert {key: summary[key] for key in recorded} == recorded
+    before, picture = snapshot(layout), tmp_path / "picture.png"
+    for arguments in ((), ("--json",), ("--picture", str(picture))):
+        assert report(layout, *arguments).returncode == 0
+    assert snapshot(layout) == before
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    told = report(layout).stdout
+    assert "ended      interrupted by SIGTERM, after 12.5 s\n" in told
+    summary = summary_of(layout)
+    assert {key: summary[key] for key in recorded} == recorded
     assert f"continue with `rolloutmq up CONFIG --run-dir {layout.root} --resume`" in told
     assert fate_of(layout).reason == "interrupted by SIGTERM"
+
+
+def test_report_of_an_active_run_does_not_make_it_ended(layout: RunLayout) -> None:
+    """Its file said `not yet`, and every other command took that for the reason of its end."""
+    addresses = Endpoints(ingest="", serve="", events="", publish="", pid=os.getpid(), epoch=1)
+    write_json(layout.endpoints, addresses)
+    assert "ended      not yet\n" in report(layout).stdout
+    layout.endpoints.unlink()
+    assert "its broker, which was started by hand, has ended" in fate_of(layout).say(layout)
+
+
+def test_report_of_a_failed_environment_has_the_traceback_of_its_code(layout: RunLayout) -> None:
+    layout.summary.write_text(json.dumps({"ended": "environment.sort3: 20 rollouts in a row failed"}))
+    failure = UserFailure(error="ValueError: planted", report='File "a.py", line 8, in score')
+    layout.failure("sort3").parent.mkdir(parents=True, exist_ok=True)
+    write_json(layout.failure("sort3"), failure)
+    told = report(layout).stdout
+    assert "ended      environment.sort3: 20 rollouts in a row failed" in told
+    assert (
+        'last error of environment sort3: ValueError: planted\n\n    File "a.py", line 8, in score\n' in told
+    )
 
 
 def test_report_of_a_broker_started_by_hand_names_no_launcher(layout: RunLayout) -> None:
@@ -334,6 +376,6 @@ def test_what_a_killed_broker_without_a_journal_had_settled_is_not_lost(run_dir:
 
 def acked_and_trained(layout: RunLayout) -> dict[str, int]:
     assert report(layout).returncode == 0
-    summary = json.loads(layout.summary.read_text())
+    summary = summary_of(layout)
     assert summary["steps"] > 0
     return {name: summary[name] for name in ("groups_accepted", "groups_trained", "groups_lost")}

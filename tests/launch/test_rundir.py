@@ -134,7 +134,6 @@ DOORS: dict[str, Callable[[Path], object]] = {
     "broker": lambda root: prepare_service(root, None, ["run.seed=1"]),
     "a service": load_run,
     "down": steer.down,
-    "report": lambda root: steer.report(root, as_json=False),
 }
 
 
@@ -165,6 +164,9 @@ def test_the_directory_of_another_user_may_be_looked_at(
     monkeypatch.setattr(os, "geteuid", lambda: here + 1)
     assert read_run(run_dir)[0] == load(None, environ={})
     assert rundir.find_run(run_dir) == run_dir
+    before = listing(run_dir)
+    assert steer.report(run_dir, as_json=False) == 0
+    assert listing(run_dir) == before
 
 
 def test_what_a_run_writes_into_a_directory_that_existed_is_private(tmp_path: Path) -> None:

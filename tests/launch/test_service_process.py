@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.launch import service_process
+from rolloutmq.launch.declarations.services import app
 from rolloutmq.launch.plan import plan
-from rolloutmq.launch.service_commands import app
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 

@@ -30,6 +30,7 @@ from rolloutmq.schemas.wire.telemetry import (
     ProcessSample,
 )
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
+from rolloutmq.services.monitor.report.history import MOMENTARY, History
 from rolloutmq.services.monitor.report.metrics import configured_bounds
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined
 from rolloutmq.services.monitor.text import figures
@@ -37,8 +38,6 @@ from rolloutmq.services.monitor.text import figures
 RATE_WINDOW_S: Final = 10.0
 """Window of the step rate: short enough to show a stall, long enough not to jitter."""
 REWARDS_KEPT: Final = 4096
-MOMENTARY: Final = frozenset({"held", "rater_silent", "raters_missing", "window_restarted"})
-"""Findings that nothing ends: most are about one group."""
 MOMENTARY_S: Final = 60.0
 STALE_S: Final = 3.0
 """Age from which the state is stale; the broker publishes pressure four times a second."""
@@ -113,6 +112,13 @@ class RunState:
             config.orchestrator.scaling.setpoint_batches * 2.0,
             configured_bounds(config),
         )
+
+    def recall(self, history: History, now: float) -> None:
+        """Begin with the history of the run; call it before the first event, with the time `now` of the reading."""
+        if history.ran_s is not None:
+            self.started_at = now - history.ran_s
+        for at, event in history.events:
+            self.feed(event, now - max(0.0, history.wall - at))
 
     def feed(self, event: Event, now: float) -> None:
         """Apply one event received at `now`."""
@@ -239,7 +245,7 @@ class RunState:
         return (last - first) / max(now - since, 1e-9)
 
     def elapsed_s(self, now: float) -> float:
-        """Return the seconds since the first event."""
+        """Return the seconds that the run has run; without a history, since the first event."""
         return 0.0 if self.started_at is None else now - self.started_at
 
     def left_s(self, now: float) -> float | None:

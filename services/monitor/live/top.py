@@ -30,6 +30,7 @@ from rolloutmq.services.monitor.live.progress import Progress
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report.evaluation import Evaluations
+from rolloutmq.services.monitor.report.history import read_history
 from rolloutmq.services.monitor.status import record_view, waits
 from rolloutmq.services.monitor.status.orchestrator_view import problem
 from rolloutmq.services.monitor.status.worker_view import supervision_of
@@ -189,8 +190,10 @@ async def watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.Ev
 
 
 async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.Event) -> None:
-    refresh_at = look_at = time.monotonic()
     async with EventFeed(layout, SHOWN) as feed:
+        # Subscribed first: what comes meanwhile is applied after the history, and known steps replace themselves.
+        live.board.recall(await asyncio.to_thread(read_history, layout), time.monotonic())
+        refresh_at = look_at = time.monotonic()
         while not until.is_set():
             if time.monotonic() >= look_at:
                 known = live.board.supervision = supervision_of(layout)
@@ -218,6 +221,10 @@ def top(where: Path) -> int:
         config, layout = read_run(where)
     except RolloutMQError as error:
         return complain(str(error), USAGE)
+    if (found := fate_of(layout)).life is RunLiveness.ENDED and not found.broker:
+        with reader_may_leave():
+            sys.stdout.write(found.say(layout) + "\n")
+        return 0
     ended: Fate | None = None
     with contextlib.suppress(KeyboardInterrupt), make_view(config, screen=True) as live:
         ended = asyncio.run(_until_over(layout, live))
@@ -248,11 +255,12 @@ async def _over(layout: RunLayout, board: RunState) -> Fate:
         # What `down` has put away since did not end in order; a new launcher starts over.
         board.is_dead = is_killed or (board.is_dead and fate.life is not RunLiveness.LIVING)
         now = time.monotonic()
-        if fate.life is not RunLiveness.ABSENT:
+        if fate.life is not RunLiveness.ABSENT and not fate.by_hand:
             absent_at = now
         is_quiet = board.pressure is None or board.silent_s(now) > 0.0
-        is_left = fate.life is RunLiveness.ABSENT and now - absent_at > GONE_S
+        is_left = (fate.life is RunLiveness.ABSENT or fate.by_hand) and now - absent_at > GONE_S
         is_dead = fate.life is RunLiveness.DEAD and not fate.broker
-        if fate.life is RunLiveness.ENDED or ((is_left or is_dead) and is_quiet):
+        has_ended = fate.life is RunLiveness.ENDED and not (fate.by_hand and board.pressure is not None)
+        if has_ended or ((is_left or is_dead) and is_quiet):
             return fate
         await asyncio.sleep(LOOK_S)

@@ -45,13 +45,14 @@ SMOOTHED_STEPS: Final = 20
 """Window of the reward curve: one step has only 16 groups, so it is noisy."""
 
 
-def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) -> Path:
-    """Draw an ended run and return the path of the picture.
+def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any], to: Path) -> None:
+    """Draw a run.
 
     Args:
-        layout: Location of `metrics.jsonl`, the logs of batches and the picture.
+        layout: Location of `metrics.jsonl` and the logs of batches.
         config: Source of setpoint and bound.
         summary: Key figures for the title, as returned by `summarise`.
+        to: The picture (.png).
 
     Raises:
         MissingError: matplotlib is not installed.
@@ -80,9 +81,8 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any]) 
         dress(panel)
         panel.yaxis.get_major_locator().set_params(nbins=4, integer=False)
     panels[-1].set_xlabel("seconds since the first event", color=QUIET, fontsize=7)
-    with private_file(layout.report, "wb") as file:
+    with private_file(to, "wb") as file:
         figure.savefig(file, format="png", dpi=DPI)
-    return layout.report
 
 
 def _start(metrics: Metrics, log: TrainerLog) -> float:

@@ -114,8 +114,18 @@ Read = Callable[[Path, type[SettledBatch]], Iterable[SettledBatch]]
 
 def read_settled(layout: RunLayout, read: Read = read_lines) -> TrainerLog:
     """Return the log of the trainer; if it wrote none, that of the broker."""
-    own = read_trainer_log(read(layout.trained, SettledBatch))
-    return own if own.batches or own.resumed_at else read_trainer_log(read(layout.settled, SettledBatch))
+    return read_trainer_log(settled_lines(layout, read))
+
+
+def settled_lines(layout: RunLayout, read: Read = read_lines) -> Iterator[SettledBatch]:
+    """Yield the lines of the trainer's log; if it wrote none, those of the broker's."""
+    own = iter(read(layout.trained, SettledBatch))
+    first = next(own, None)
+    if first is None:
+        yield from read(layout.settled, SettledBatch)
+    else:
+        yield first
+        yield from own
 
 
 def read_trainer_log(lines: Iterable[SettledBatch]) -> TrainerLog:
@@ -347,7 +357,8 @@ def _ready(seen: Metrics, log: TrainerLog, lives: Sequence[Life], fewest: int) -
         end = bisect_left(settled_at, inf if following is None else following.began)
         if end and settled_at[end - 1] >= life.began:
             counts += seen.ready_counts(fewest, until=settled_at[end - 1], since=life.began)
-    return counts
+    # Nobody logged a batch: the workers of the ends count, too.
+    return counts or list(seen.ready_counts(fewest))
 
 
 def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None, lives: Sequence[Life]) -> dict[str, Any]:

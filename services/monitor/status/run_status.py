@@ -9,8 +9,8 @@ from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import html_table, printable_lines
-from rolloutmq.services.monitor.liveness import fate_of
-from rolloutmq.services.monitor.status.status import LABEL_CHARS, ask, described
+from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.monitor.status.status import LABEL_CHARS, ask, described, ended
 
 LINES: Final = 100
 """Most lines in a notebook."""
@@ -24,7 +24,7 @@ class RunStatus:
         run_dir: The run directory.
         life: `living`, `ended`, `dead` (its launcher was killed) or `absent` (nothing runs, and no summary is there).
         text: Lines of a label and a text.
-        figures: The fields of `rolloutmq status --json`; without a broker only `life` and `ended`, the reason.
+        figures: The fields of `rolloutmq status --json`; without a broker and a summary only `life` and `ended`.
     """
 
     run_dir: Path
@@ -57,10 +57,10 @@ def run_status(run_dir: str | Path) -> RunStatus:
     if not layout.root.is_dir():
         raise MissingError(f"run directory {layout.root}", "start a run with `rolloutmq up CONFIG`")
     endpoints, fate = endpoints_of(layout), fate_of(layout)
-    if endpoints is None or not fate.broker:
-        text = f"{'run':<{LABEL_CHARS}}{fate.say(layout)}"
-        return RunStatus(
-            layout.root, fate.life.value, printable_lines(text), {"life": fate.life, "ended": fate.reason}
-        )
-    text, figures = described(layout, fate, ask(endpoints))
+    if fate.life is RunLiveness.ENDED and not fate.broker:
+        text, figures = ended(layout, fate)
+    elif endpoints is None or not fate.broker:
+        text, figures = f"{'run':<{LABEL_CHARS}}{fate.say(layout)}", {"life": fate.life, "ended": ""}
+    else:
+        text, figures = described(layout, fate, ask(endpoints))
     return RunStatus(layout.root, fate.life.value, printable_lines(text), figures)

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.engine_registry import SILENT_S, engines_of
-from rolloutmq.bus.rundir import read_run
+from rolloutmq.bus.rundir import read_json, read_run
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import MalformedError, RolloutMQError
@@ -30,6 +30,7 @@ from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluations
+from rolloutmq.services.monitor.report.history import Lately, ran_s, read_lately
 from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.gpus import read_gpus
@@ -37,14 +38,17 @@ from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
     fields,
     joined,
+    slots_of,
     supervision_of,
     trouble_text,
 )
-from rolloutmq.services.monitor.text import format
+from rolloutmq.services.monitor.text import figures, format
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
 
 PATIENCE_S: Final = 3.0
 """Longest wait for the broker, which normally replies in milliseconds."""
+RESTARTED_S: Final = 60.0
+"""Time after the start of a run from which the broker is a later one: the first waits for nothing that long."""
 LABEL_CHARS: Final = 9
 """Width of the labels."""
 _LIFE: Final = ("waiting", *WorkerState, SILENT, "stopping", "fatal")
@@ -53,8 +57,8 @@ _LIFE: Final = ("waiting", *WorkerState, SILENT, "stopping", "fatal")
 @dataclass(frozen=True)
 class RunDetails:
     """State beside the broker's reply: workers, engines, GPUs, the waits of the trainer and of the workers outside the
-    broker, whether the run has workers by design, the curricula, the points of the evaluation, and the problems of the
-    orchestrator and of the record.
+    broker, whether the run has workers by design, the curricula, the points of the evaluation, the problems of the
+    orchestrator and of the record, what training showed last, and the seconds that the run has run.
     """
 
     crew: Sequence[WorkerRow] = ()
@@ -67,22 +71,32 @@ class RunDetails:
     evaluations: Evaluations = NO_EVALUATIONS
     orchestrator: str = ""
     record: str = ""
+    lately: Lately = field(default_factory=Lately)
+    ran_s: float | None = None
 
 
 def status(where: Path, as_json: bool) -> int:
-    """Print the status of a run directory's broker; return the exit code. Blocks for at most six seconds."""
+    """Print the status of a run; return the exit code. Blocks for at most six seconds.
+
+    Of a run that has ended, the files say how. FAILED if its launcher was killed, or if no broker replies.
+    """
     if not where.is_dir():
         return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
     layout = RunLayout(where)
     endpoints = endpoints_of(layout)
     fate = fate_of(layout)
+    if fate.life is RunLiveness.ENDED and (endpoints is None or not fate.broker):
+        return _show(*ended(layout, fate), as_json)
     if endpoints is None or (fate.life is RunLiveness.DEAD and not fate.broker):
         return complain(fate.say(layout), FAILED)
     try:
         reply = ask(endpoints)
     except RolloutMQError as error:
         return complain(fate.say(layout) if fate.life is RunLiveness.DEAD else str(error), FAILED)
-    text, plain = described(layout, fate, reply)
+    return _show(*described(layout, fate, reply), as_json)
+
+
+def _show(text: str, plain: Mapping[str, Any], as_json: bool) -> int:
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
     with reader_may_leave():
@@ -111,7 +125,7 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
     known, book = supervision_of(layout), read_gpus(layout)
     heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
-    crew = joined(known, reply.pressure.workers, now)
+    crew = joined(known, reply.pressure.workers, now, slots_of(layout))
     has_workers = known is not None or _configures_workers(layout)
     also = RunDetails(
         crew,
@@ -124,11 +138,50 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
         Evaluations.read(layout),
         orchestrator_view.problem(layout, known, now, wall, heard_at),
         record_view.problem(layout, now, wall),
+        read_lately(layout),
+        ran_s(layout, wall),
     )
     orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
     supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
     plain = status_json(reply, also, supervision=supervision, life=fate.life)
     return "\n".join([status_text(reply, also, wall), *_dead(fate, layout)]), plain
+
+
+def ended(layout: RunLayout, fate: Fate) -> tuple[str, dict[str, Any]]:
+    """Return how a run ended, with the summary that its launcher left: as lines, and as JSON objects."""
+    summary = read_summary(layout)
+    return ended_text(layout, fate, summary), {"life": fate.life, "ended": fate.told, "summary": summary}
+
+
+def ended_text(layout: RunLayout, fate: Fate, summary: Mapping[str, Any] | None) -> str:
+    """Return how a run ended as text: a few lines, with the figures of its summary."""
+    rows = [("run", f"{layout.root} has ended"), ("ended", fate.told)]
+    known = {name: value for name, value in (summary or {}).items() if value is not None}
+    if "wall_s" in known:
+        rows[0] = ("run", f"{layout.root} has ended, after {format.clock(known['wall_s'])}")
+    if "steps" in known:
+        rows.append(("step", str(known["steps"])))
+    if "reward_last" in known:
+        rows.append(("reward", f"{known['reward_first']:.3f} -> {known['reward_last']:.3f}"))
+    if "groups_accepted" in known:
+        states = ("trained", "filtered", "expired", "dead", "discarded", "in_flight", "lost")
+        held = (f"{state.replace('_', ' ')} {known.get(f'groups_{state}')}" for state in states)
+        rows.append(("groups", f"accepted {known['groups_accepted']} = " + " + ".join(_counted(held))))
+    rows += [("health", name) for name in known.get("findings", ())]
+    rows.append(("more", f"rolloutmq report {layout.root}"))
+    return "\n".join(f"{label:<{LABEL_CHARS}}{text}" for label, text in rows)
+
+
+def _counted(states: Iterable[str]) -> list[str]:
+    return [one for one in states if not one.endswith((" 0", " None"))] or ["0"]
+
+
+def read_summary(layout: RunLayout) -> dict[str, Any] | None:
+    """Return the summary that the launcher left; None if there is none, or it cannot be read."""
+    try:
+        return read_json(layout.summary, dict[str, Any])
+    except msgspec.DecodeError:
+        return None
 
 
 def _configures_workers(layout: RunLayout) -> bool:
@@ -152,7 +205,8 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
 
     `gpus` carry their standings; `limits` says why an environment has fewer workers than its target; `curriculum` has
     the progress of each curriculum, by environment; `evaluation` has the points so far, as in `summary.json`; `metrics`
-    says why no event is recorded, if so.
+    says why no event is recorded, if so; `ran_s` is the time of the run, its lives together; `figures`, `not_finite`
+    and `findings` are what training showed last.
     """
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
@@ -164,6 +218,8 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
         "curriculum": curricula.figures(also.curricula),
         "evaluation": evaluation.figures(also.evaluations),
         "metrics": {"problem": also.record},
+        "ran_s": also.ran_s,
+        **_lately(also.lately),
         **plain,
         **more,
     }
@@ -187,8 +243,9 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     total = f" of {reply.total_steps}" if reply.total_steps else ""
     held = pressure.queued_bytes + pressure.leased_bytes
     rows = [
-        ("run", f"{reply.run}, up {format.clock(reply.uptime_s)}, durability {reply.durability}"),
+        ("run", f"{reply.run}, {_up(reply, also.ran_s)}, durability {reply.durability}"),
         ("step", f"{pressure.step}{total}"),
+        *(("figures", text) for text in _figures(also.lately)),
         (
             "queue",
             f"{pressure.queued_sequences} sequences in {pressure.queued_groups} groups,"
@@ -202,6 +259,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         ("why", _why(reply, also)),
         ("groups", format.accounts(pressure.ledger) + format.for_evaluation(pressure.lanes)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
+        *(("health", f"{one.env}: {one.problem}; {one.remedy}") for one in also.lately.findings),
         *(("sampler", curricula.line(one)) for one in also.curricula),
         *(("eval", line) for line in _evaluated(also.evaluations)),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
@@ -235,6 +293,34 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     elif arenas := {why: n for why, n in reply.rejected_by_reason.items() if why.startswith("arena_")}:
         rows.append(("arenas", _arenas(arenas, framed=bool(reply.as_frames))))
     return "\n".join(f"{label:<{LABEL_CHARS}}{text}" for label, text in rows)
+
+
+def _up(reply: StatusReply, ran: float | None) -> str:
+    """Return for how long the run has run, and its broker if that was restarted since."""
+    broker = format.clock(reply.uptime_s)
+    if ran is None or ran - reply.uptime_s < RESTARTED_S:
+        return f"up {broker}"
+    return f"up {format.clock(ran)}, broker {broker}"
+
+
+def _figures(lately: Lately) -> Iterator[str]:
+    """Yield the last figures of training as one line, if there are any."""
+    parts = []
+    if lately.step is not None:
+        parts.append(f"reward {lately.step.reward:.4g} · staleness {lately.step.staleness_max}")
+    if lately.figures or lately.not_finite:
+        parts.append(figures.line(lately.figures, lately.not_finite))
+    if parts:
+        yield " · ".join(parts)
+
+
+def _lately(lately: Lately) -> dict[str, Any]:
+    findings: list[dict[str, Any]] = msgspec.to_builtins(lately.findings)
+    return {
+        "figures": dict(lately.figures),
+        "not_finite": list(lately.not_finite),
+        "findings": [{name: one[name] for name in one if name != "kind"} for one in findings],
+    }
 
 
 def _evaluated(found: Evaluations) -> Iterator[str]:

@@ -8,12 +8,14 @@ a worker that it did not start.
 
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
 
-from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.rundir import read_json, read_run
+from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import SILENT, SILENT_S, WorkerState, WorkerStatus
@@ -38,6 +40,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
             broker replies; `gone` if its process has ended and the orchestrator has not reported it.
         age_s: Seconds since the start of its process.
         phase_s: Seconds in its phase of supervision.
+        blocked_s: Seconds of its life that a rollout slot waited for credit or a submitted task, on average.
         crashes: Crashes in a row, without being ready for `orchestrator.stable_s` in between.
         next_start_s: Seconds until its next start, or until a given-up worker is replaced.
         reason: Why it is not up, or its last error.
@@ -97,7 +100,21 @@ def supervision_of(layout: RunLayout) -> Supervision | None:
     return found if found is not None and found.orchestrator.boot_id == boot_id() else None
 
 
-def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now: float) -> list[WorkerRow]:
+def slots_of(layout: RunLayout) -> dict[str, int]:
+    """Return the rollout slots of a worker, by environment; empty if the configuration cannot be read."""
+    try:
+        config, _ = read_run(layout.root)
+    except RolloutMQError:
+        return {}
+    return {name: env.concurrency for name, env in config.environment.items()}
+
+
+def joined(
+    known: Supervision | None,
+    heard: Iterable[WorkerStatus] | None,
+    now: float,
+    slots: Mapping[str, int] = MappingProxyType({}),
+) -> list[WorkerRow]:
     """Return a row for each worker that has not gone, by environment and number.
 
     A failed worker that the orchestrator of its environment no longer knows was replaced.
@@ -106,7 +123,9 @@ def joined(known: Supervision | None, heard: Iterable[WorkerStatus] | None, now:
         known: The orchestrator's view.
         heard: The broker's view; None if it does not reply, which leaves the state of running workers unknown.
         now: CLOCK_MONOTONIC.
+        slots: Rollout slots of a worker, by environment; 1 where it is not known.
     """
+    heard = None if heard is None else [_per_slot(status, slots.get(status.env, 1)) for status in heard]
     statuses = {status.worker: status for status in heard or ()}
     rows = []
     for record in known.workers if known is not None else ():
@@ -161,6 +180,11 @@ def trouble_text(row: WorkerRow) -> str:
     if row.reason:
         parts.append(row.reason[:REASON_CHARS])
     return "; ".join(parts)
+
+
+def _per_slot(status: WorkerStatus, slots: int) -> WorkerStatus:
+    """Return the status with the mean wait of a slot: the sum exceeds the age of the process."""
+    return msgspec.structs.replace(status, blocked_s=status.blocked_s / slots)
 
 
 def _row(record: WorkerRecord, status: WorkerStatus | None, now: float) -> WorkerRow:

@@ -20,6 +20,7 @@ from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
     fields,
     joined,
+    slots_of,
     supervision_of,
     target_text,
     trouble_text,
@@ -51,11 +52,11 @@ def workers(where: Path, as_json: bool) -> int:
     if not where.is_dir():
         return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
     known, heard = supervision_of(layout), _heard(layout)
-    if known is None and heard is None:
+    if known is None and heard is None and fate.life is not RunLiveness.ENDED:
         return complain(fate.say(layout), FAILED)
     heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
-    rows = joined(known, heard, now)
+    rows = joined(known, heard, now, slots_of(layout))
     over = (
         [fate.say(layout)]
         if fate.life in {RunLiveness.ENDED, RunLiveness.DEAD} and not fate.elsewhere
@@ -68,7 +69,8 @@ def workers(where: Path, as_json: bool) -> int:
     else:
         silent = orchestrator_view.problem(layout, known, now, wall, heard_at)
         over += [f"orchestrator: {silent}"] if silent else []
-        text = "\n".join([*over, *_lines(known, heard, rows)])
+        lines = _lines(known, heard, rows) if fate.life is not RunLiveness.ENDED else _table(rows)
+        text = "\n".join([*over, *lines])
     with reader_may_leave():
         sys.stdout.write(printable_lines(text) + "\n")
     return 0
@@ -85,8 +87,14 @@ def _lines(
     if heard is None:
         lines.append("the broker does not reply: the work of the workers is unknown")
     lines += [f"{one.env}: {target_text(one)}" for one in (known.targets if known is not None else ())]
+    return [*lines, *_table(rows)]
+
+
+def _table(rows: Sequence[WorkerRow]) -> list[str]:
+    """Return a line for each worker, and the trouble of each that is unwell."""
     if not rows:
-        return [*lines, "no workers"]
+        return ["no workers"]
+    lines: list[str] = []
     table = [_HEAD, *map(_cells, rows)]
     widths = [max(len(cells[column]) for cells in table) for column in range(len(_HEAD))]
     for cells, row in zip(table, [None, *rows], strict=True):

@@ -179,7 +179,9 @@ def logs(where: Path, name: str, *, follow: bool = False, lines: int = 100) -> i
         return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
     names = sorted(path.stem for path in layout.logs.glob("*.log"))
     if name not in names:
-        return complain(f"{name}: no such log in {where}; it has: {', '.join(names) or 'no logs yet'}", USAGE)
+        return complain(
+            f"{name}: no such log in {where}; it has: {', '.join(names) or 'no logs yet'}", FAILED
+        )
     try:
         with reader_may_leave(), Follower(layout.log(name), lines) as follower:
             _show(follower, follow)

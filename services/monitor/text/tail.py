@@ -1,7 +1,8 @@
 """`rolloutmq tail TOPIC`: bus events as JSON lines.
 
 Of a run that has ended, the recorded events are printed (`metrics.jsonl`; acks and drains are not recorded). A run
-without a broker is named on standard error after two seconds, since nothing comes until one starts.
+without a broker is named on standard error after two seconds, since nothing comes until one starts; after ten it is
+given up.
 """
 
 import asyncio
@@ -36,6 +37,8 @@ from rolloutmq.services.monitor.text.exit_codes import (
 HEADS: Final = ("ack", "control", "policy", "pressure", "step", "telemetry")
 PATIENCE_S: Final = 1.0
 """Longest wait for one event, before the run itself is looked at."""
+GONE_S: Final = 10.0
+"""Time without launcher, broker and events after which a run is over: a broker started by hand may be coming up."""
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -94,6 +97,8 @@ def tail(where: Path, topic: str, *, count: int | None = None) -> int:
             ended = asyncio.run(print_events(layout, names, count, sys.stdout.write))
     except KeyboardInterrupt:
         return INTERRUPTED
+    if ended is not None and ended.life is RunLiveness.ABSENT:
+        return complain(ended.say(layout), FAILED)
     if ended is not None:
         _note(ended.say(layout))
     return 0
@@ -103,7 +108,7 @@ async def print_events(
     layout: RunLayout, names: tuple[bytes, ...], count: int | None, write: Callable[[str], object]
 ) -> Fate | None:
     """Write a line for each event of the topics, `count` times or until the run is over; then return its fate."""
-    printed, quiet = 0, WaitLog()
+    printed, quiet, served_at = 0, WaitLog(), time.monotonic()
     async with EventFeed(layout, names) as feed:
         while count is None or printed < count:
             event = await feed.next(PATIENCE_S)
@@ -111,7 +116,8 @@ async def print_events(
                 write(line_of(*event, time.time()) + "\n")
                 sys.stdout.flush()
                 printed += 1
-            elif (fate := _over(layout)) is not None:
+                served_at = time.monotonic()
+            elif (fate := _given_up(layout, time.monotonic() - served_at)) is not None:
                 return fate
             elif missing := _missing(layout):
                 if quiet.is_due(missing, time.monotonic()):
@@ -126,6 +132,14 @@ def _over(layout: RunLayout) -> Fate | None:
     fate = fate_of(layout)
     ended = fate.life is RunLiveness.ENDED and endpoints_of(layout) is None
     return fate if ended or (fate.life is RunLiveness.DEAD and not fate.broker) else None
+
+
+def _given_up(layout: RunLayout, quiet_s: float) -> Fate | None:
+    """Return the fate of a run that is over, or of which nobody recorded an end and nothing has come for too long."""
+    fate = fate_of(layout)
+    if fate.life is RunLiveness.ABSENT or fate.by_hand:
+        return fate if quiet_s > GONE_S else None
+    return _over(layout)
 
 
 def _missing(layout: RunLayout) -> str:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 from tests.services.broker.journal.handmade import Handmade, batch, began, ledger, settles
@@ -100,3 +101,14 @@ def test_records_of_another_version_are_an_error(made: Handmade, kept: str) -> N
     with pytest.raises(RecordVersionError, match="got version 2"):
         explain(made.layout.root, "g1", as_json=False)
     assert listing(made.layout.root) == before
+
+
+def test_the_log_of_the_broker_tells_of_a_trainer_of_ones_own(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Handmade(run_dir)
+    lease = made.lease([1])
+    made.log(began(), [made.accept(1)], [lease, settles(lease, "g1")])
+    made.layout.settled.write_bytes(msgspec.json.encode(batch(1, "g1")) + b"\n")
+    assert explain(run_dir, "g1", as_json=True) == 0
+    assert [one["event"] for one in json.loads(capsys.readouterr().out)["logs"]] == ["trained"]

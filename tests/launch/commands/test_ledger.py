@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.services.broker.journal.handmade import Handmade, batch, began, item, ledger, settles
 from tests.services.broker.journal.other_versions import as_version, beginning, listing
@@ -76,13 +77,6 @@ def test_at_memory_a_saved_state_of_another_version_is_an_error(run_dir: Path) -
     assert listing(run_dir) == before
 
 
-def test_no_run_directory_is_a_usage_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert verify(tmp_path / "nowhere", as_json=True) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "nowhere has no run" in captured.err
-
-
 def test_a_log_of_others_that_is_damaged_is_an_error(made: Handmade) -> None:
     made.layout.trained.write_bytes(b"{\n")
     with pytest.raises(DamagedFileError):
@@ -110,3 +104,23 @@ def test_records_of_another_version_are_an_error_and_no_damage(
     with pytest.raises(RecordVersionError, match="got version 2"):
         verify(made.layout.root, as_json=False, quick=quick)
     assert listing(made.layout.root) == before
+
+
+def test_a_trainer_of_ones_own_is_checked_against_the_log_of_the_broker(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It writes no log here; what the broker says was trained must be trained."""
+    made = Handmade(run_dir)
+    lease = made.lease([1])
+    made.log(began(), [made.accept(order) for order in (1, 2)], [lease, settles(lease, "g1")])
+    again = [batch(1, "g1"), batch(1, "g1")]  # the line of a resume between them was lost with the broker
+    made.layout.settled.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in again))
+    assert verify(made.layout.root, as_json=True) == 0
+    capsys.readouterr()
+    made.layout.settled.write_bytes(msgspec.json.encode(batch(1, "g1", "g2", "g7")) + b"\n")
+    assert verify(made.layout.root, as_json=True) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {one.get("group_id"): one["what"] for one in found["problems"]} == {
+        "g2": "was trained, and is queued",
+        "g7": "was trained, and was never accepted",
+    }

@@ -87,3 +87,35 @@ def test_files_of_another_version_are_no_obstacle(layout: RunLayout) -> None:
     for file in (layout.owner, layout.processes, layout.workers, layout.endpoints, layout.summary):
         file.write_text("[1]")
     assert fate_of(layout).life is RunLiveness.ABSENT
+
+
+def test_a_broker_that_was_started_by_hand_has_ended_once_its_address_is_gone(
+    layout: RunLayout, launcher: ProcessIdentity
+) -> None:
+    layout.journal.mkdir()
+    fate = fate_of(layout)
+    assert (fate.life, fate.by_hand) == (RunLiveness.ENDED, True)
+    assert fate.say(layout).endswith("has ended: its broker, which was started by hand, has ended")
+    write_json(layout.endpoints, endpoints(launcher.pid))
+    assert fate_of(layout).life is RunLiveness.ABSENT, "it was killed, and its address stayed"
+
+
+@pytest.mark.parametrize("recorded", ['{"ended": "not yet"}', '{"ended": ""}'])
+def test_a_summary_of_an_active_run_is_no_reason_of_its_end(layout: RunLayout, recorded: str) -> None:
+    layout.summary.write_text(recorded)
+    assert fate_of(layout).life is RunLiveness.ABSENT
+    layout.log("up").parent.mkdir()
+    layout.log("up").touch()
+    assert fate_of(layout).reason == f"see {layout.log('up')}"
+
+
+def test_each_fate_tells_why_the_run_ended(layout: RunLayout, launcher: ProcessIdentity) -> None:
+    assert fate_of(layout).told == "no broker runs"
+    layout.summary.write_text('{"ended": "the trainer is done"}')
+    assert fate_of(layout).told == "the trainer is done"
+    write_json(layout.owner, launcher)
+    assert fate_of(layout).told == "its launcher was killed"
+    write_json(layout.owner, msgspec.structs.replace(launcher, boot_id="another"))
+    assert fate_of(layout).told == "its launcher was of another boot or machine"
+    write_json(layout.owner, me(Role.LAUNCHER))
+    assert fate_of(layout).told == "not yet"

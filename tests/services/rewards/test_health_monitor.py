@@ -168,7 +168,34 @@ def test_collapse_counts_batches_without_a_signal_at_the_default_limits(flat: fl
 def test_a_run_without_any_step_is_checked() -> None:
     monitor = HealthMonitor(CONFIG)
     found = [told(monitor.feed(skipped(0, of("math", FLAT)), 0.0)) for _ in range(WINDOW)]
-    assert found == [[], [], [], [("math", "collapse", False)]]
+    assert found == [[], [], [], [("math", "collapse", False), ("trainer", "filtering", False)]]
+
+
+def test_filtering_tells_the_share_of_each_rule() -> None:
+    monitor = HealthMonitor(CONFIG)
+    found = []
+    for number in range(1, 1 + WINDOW):  # of 10 groups 8 are filtered, 5 of them with equal scores
+        half = msgspec.structs.replace(of("math", ALIVE), groups=10, flat=5)
+        found += monitor.feed(msgspec.structs.replace(step(number, half, too_old=2.0), filtered=8), 0.0)
+    (one,) = found
+    assert (one.env, one.finding) == ("trainer", "filtering")
+    assert one.problem == (
+        "80% of the groups were filtered: 50% equal scores, 20% older than trainer.loss.correction.max_staleness, "
+        "10% a rule of the trainer's own"
+    )
+    assert one.remedy.startswith("choose tasks at the edge")
+    assert one.numbers == {"groups": 40.0, "flat": 20.0, "too_old": 8.0, "other": 4.0}
+    ends = fed(monitor, range(5, 5 + WINDOW))
+    assert ends == [("trainer", "filtering", True)]
+
+
+def test_filtering_of_batches_without_a_step_takes_the_rule_from_their_reason() -> None:
+    monitor = HealthMonitor(CONFIG)
+    why = "its groups are older than trainer.loss.correction.max_staleness"
+    for number in range(WINDOW):
+        found = monitor.feed(msgspec.structs.replace(skipped(0), reason=why), float(number))
+    (one,) = found
+    assert "100% older than trainer.loss" in one.problem
 
 
 def test_rejection_counts_batches_rejected_whole() -> None:
@@ -188,7 +215,8 @@ def test_figures_of_the_trainer_are_of_its_steps() -> None:
         found += told(monitor.feed(step(number, of("math", ALIVE), clipped=0.9), 0.0))
         found += told(monitor.feed(skipped(number, of("math", ALIVE)), 0.0))
     assert found == [("trainer", "clipping", False)]
-    assert [told(monitor.feed(skipped(WINDOW), 0.0)) for _ in range(WINDOW - 2)] == [[]] * (WINDOW - 2)
+    later = [one for _ in range(WINDOW - 2) for one in told(monitor.feed(skipped(WINDOW), 0.0))]
+    assert [one for one in later if one[1] != "filtering"] == []
 
 
 @pytest.mark.parametrize("first", ["skip", "step"])

@@ -19,6 +19,7 @@ from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import GpuAbsence, GpuSample
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.report.history import Event, History
 
 MakeStep = Callable[..., StepDone]
 MakeSettled = Callable[..., BatchSettled]
@@ -61,6 +62,23 @@ def test_findings_stay_until_they_end_and_momentary_ones_for_a_minute(board: Run
     board.feed(finding("collapse", ended=True), 70.0)
     board.feed(finding("drift", ended=True), 70.0)
     assert board.findings(71.0) == []
+
+
+def test_a_board_that_begins_later_has_the_clock_and_the_rewards_of_the_run(
+    board: RunState, make_step: MakeStep
+) -> None:
+    finding = HealthFinding(env="e", at=0.0, finding="collapse", problem="found")
+    past = [Event(900.0 + step, make_step(step, step / 10, extra={"kl": 0.5})) for step in range(1, 6)]
+    board.recall(History(300.0, 1000.0, (*past, Event(950.0, finding))), 50.0)
+    assert board.elapsed_s(50.0) == 300.0
+    assert board.rewards() == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert board.figures["kl"] == 0.5
+    assert [one.finding for one in board.findings(50.0)] == ["collapse"]
+    assert board.steps_per_s(50.0) == 0.0, "the steps were long ago"
+    board.feed(make_step(5, 0.5), 51.0)  # told again
+    board.feed(make_step(6, 0.6), 52.0)
+    assert board.rewards()[-2:] == [0.5, 0.6]
+    assert board.elapsed_s(52.0) == 302.0
 
 
 def test_rate_and_time_left_follow_the_last_ten_seconds(board: RunState, make_step: MakeStep) -> None:

@@ -78,19 +78,24 @@ def test_picture_of_a_run(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     record(layout)
 
-    assert write_report(layout, CONFIG, SUMMARY) == layout.report
+    write_report(layout, CONFIG, SUMMARY, layout.report)
 
     assert size_of(layout.report) == (WIDTH_PX, HEIGHT_PX)
     empty = RunLayout(run_dir / "empty")
     empty.root.mkdir()
-    write_report(empty, CONFIG, {})
+    write_report(empty, CONFIG, {}, empty.report)
     assert layout.report.stat().st_size > empty.report.stat().st_size + 5000
 
 
 def test_run_that_never_began_has_a_picture_too(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
 
-    write_report(layout, RunConfig(), {"reward_last": None, "reward_first": None, "staleness_bound": None})
+    write_report(
+        layout,
+        RunConfig(),
+        {"reward_last": None, "reward_first": None, "staleness_bound": None},
+        layout.report,
+    )
 
     assert size_of(layout.report) == (WIDTH_PX, HEIGHT_PX)
 
@@ -117,13 +122,13 @@ def test_missing_matplotlib_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
 
     with pytest.raises(MissingError, match=r"pip install '\.\[report\]'"):
-        write_report(RunLayout(run_dir), CONFIG, SUMMARY)
+        write_report(RunLayout(run_dir), CONFIG, SUMMARY, run_dir / "report.png")
 
 
 def test_points_of_the_evaluation_are_drawn(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     record(layout)
-    write_report(layout, CONFIG, SUMMARY)
+    write_report(layout, CONFIG, SUMMARY, layout.report)
     without = layout.report.read_bytes()
     scores = EnvironmentScores(tasks=1, answered=1, greedy=0.5)
     version = PolicyVersion(0, 5)
@@ -138,14 +143,14 @@ def test_points_of_the_evaluation_are_drawn(run_dir: Path) -> None:
         environments={},
     )
     log.record(layout.evaluations, point)
-    write_report(layout, CONFIG, SUMMARY)
+    write_report(layout, CONFIG, SUMMARY, layout.report)
     assert layout.report.read_bytes() != without
 
 
 def test_figures_of_learning_have_a_panel(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     record(layout)
-    write_report(layout, CONFIG, SUMMARY)
+    write_report(layout, CONFIG, SUMMARY, layout.report)
     without = layout.report.stat().st_size
     figures = [
         {
@@ -158,7 +163,7 @@ def test_figures_of_learning_have_a_panel(run_dir: Path) -> None:
     ]
     with layout.metrics.open("ab") as file:
         file.write(b"".join(msgspec.json.encode(line) + b"\n" for line in figures))
-    write_report(layout, CONFIG, SUMMARY)
+    write_report(layout, CONFIG, SUMMARY, layout.report)
     assert size_of(layout.report) == (WIDTH_PX, HEIGHT_PX)
     assert layout.report.stat().st_size > without + 2000
 
@@ -167,8 +172,8 @@ def test_the_log_of_the_broker_is_drawn_where_the_trainer_has_none(run_dir: Path
     layout = RunLayout(run_dir)
     record(layout)
     layout.trained.rename(layout.settled)
-    write_report(layout, CONFIG, SUMMARY)
+    write_report(layout, CONFIG, SUMMARY, layout.report)
     drawn = layout.report.stat().st_size
     layout.settled.unlink()
-    write_report(layout, CONFIG, SUMMARY)
+    write_report(layout, CONFIG, SUMMARY, layout.report)
     assert drawn > layout.report.stat().st_size + 2000

@@ -479,3 +479,35 @@ def test_figures_of_learning_have_their_first_and_last_means(run_dir: Path) -> N
     ]
     write(layout.metrics, lines)
     assert join(layout)["learning"] == {"loss": {"first": 25.5, "last": 95.5}}
+
+
+def test_workers_of_a_resumed_run_count_though_nobody_logged_a_batch(run_dir: Path) -> None:
+    """Such as with a trainer of one's own and a broker that was killed before it wrote: it had `workers 0 to 0`."""
+    layout = RunLayout(run_dir)
+    lives = [Life(100.0, 110.0), Life(200.0, 210.0)]
+    ready = [(101.0, 0), (102.0, 2), (109.0, 3), (201.0, 0), (205.0, 2)]
+    write(
+        layout.metrics,
+        [
+            {"t": t, "topic": "pressure", "kind": "pressure", "worker_states": {"ready": count}}
+            for t, count in ready
+        ],
+    )
+    summary = summarise(layout, CONFIG, saved_ids=lambda _: [], lives=lives)
+    assert summary["workers_max"] == 3
+
+
+def test_workers_of_a_resumed_run_follow_the_broker_where_the_trainer_is_ones_own(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    lives = [Life(100.0, 110.0), Life(200.0, 210.0)]
+    write(layout.settled, [batch(1, "a", at=105.0), batch(2, "b", at=206.0)])
+    ready = [(101.0, 2), (104.0, 1), (109.0, 0), (201.0, 0), (203.0, 2), (208.0, 0)]
+    write(
+        layout.metrics,
+        [
+            {"t": t, "topic": "pressure", "kind": "pressure", "worker_states": {"ready": count}}
+            for t, count in ready
+        ],
+    )
+    summary = summarise(layout, CONFIG, saved_ids=lambda _: [], lives=lives)
+    assert (summary["workers_min"], summary["workers_max"]) == (1, 2)

@@ -38,19 +38,23 @@ from rolloutmq.schemas.wire.control import (
     LaneStatus,
     Pressure,
     StatusReply,
+    StepDone,
     WorkerState,
     WorkerStatus,
 )
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
+from rolloutmq.services.monitor.report.history import Lately
 from rolloutmq.services.monitor.status import orchestrator_view
 from rolloutmq.services.monitor.status import status as command
 from rolloutmq.services.monitor.status.status import RunDetails, status, status_json, status_text
 from rolloutmq.services.monitor.status.waits import outside
 from rolloutmq.services.monitor.status.worker_view import joined
 from rolloutmq.services.process.identity import identify
+from rolloutmq.services.telemetry.recorder import line_of
 
 
 @pytest.fixture
@@ -389,8 +393,8 @@ def test_what_still_runs_of_a_dead_run_says_so_too(
 
 def test_a_run_that_has_ended_says_how(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
     layout.summary.write_text('{"ended": "the trainer is done"}')
-    assert status(layout.root, as_json=False) == 1
-    assert "has ended: the trainer is done" in capsys.readouterr().err
+    assert status(layout.root, as_json=False) == 0
+    assert "ended    the trainer is done\n" in capsys.readouterr().out
 
 
 def test_gpus_are_told_with_why_they_are_not_used(
@@ -439,3 +443,52 @@ def test_gpus_are_told_with_why_they_are_not_used(
 def test_a_run_without_gpus_says_nothing_of_them(reply: StatusReply) -> None:
     assert status_json(reply)["gpus"] == []
     assert "gpu" not in status_text(reply)
+
+
+def test_figures_and_findings_are_told(
+    answering: RunLayout, make_step: Callable[..., StepDone], capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = HealthFinding(
+        env="trainer", at=0.0, finding="filtering", problem="95% were filtered", remedy="act"
+    )
+    step = make_step(7, 0.25, loss=2.0, extra={"entropy": 3.0, "kl": 0.5, "grad_norm": 1.5})
+    answering.metrics.write_bytes(line_of(b"step", step, 1.0) + line_of(b"health", finding, 2.0))
+    assert status(answering.root, as_json=False) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "figures  reward 0.25 · staleness 2 · loss 2 · entropy 3 · kl 0.5 · grad_norm 1.5" in lines
+    assert "health   trainer: 95% were filtered; act" in lines
+
+
+def test_json_has_the_figures_and_findings(reply: StatusReply) -> None:
+    finding = HealthFinding(
+        env="trainer", at=0.0, finding="filtering", problem="95% were filtered", remedy="act"
+    )
+    told = status_json(reply, RunDetails(lately=Lately(None, {"kl": 0.5}, ("loss",), (finding,)), ran_s=9.0))
+    assert (told["figures"], told["not_finite"], told["ran_s"]) == ({"kl": 0.5}, ["loss"], 9.0)
+    assert [(one["env"], one["finding"]) for one in told["findings"]] == [("trainer", "filtering")]
+
+
+def test_the_time_of_a_run_is_not_that_of_its_broker(reply: StatusReply) -> None:
+    assert status_text(reply, RunDetails(ran_s=80.0)).startswith("run      quickstart, up 1:15, durability")
+    later = status_text(reply, RunDetails(ran_s=3675.0))
+    assert later.startswith("run      quickstart, up 1:01:15, broker 1:15, durability")
+
+
+def test_of_an_ended_run_the_summary_is_told(layout: RunLayout, capsys: pytest.CaptureFixture[str]) -> None:
+    groups = {"groups_accepted": 9, "groups_trained": 6, "groups_filtered": 3, "groups_lost": None}
+    about = {"steps": 4, "wall_s": 61.0, "reward_first": 0.125, "reward_last": 0.5, "findings": ["e.drift"]}
+    write_json(layout.summary, {"ended": "broker: exit code 1: no space", **about, **groups})
+    assert status(layout.root, as_json=False) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"run      {layout.root} has ended, after 1:01",
+        "ended    broker: exit code 1: no space",
+        "step     4",
+        "reward   0.125 -> 0.500",
+        "groups   accepted 9 = trained 6 + filtered 3",
+        "health   e.drift",
+        f"more     rolloutmq report {layout.root}",
+    ]
+    assert status(layout.root, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["life"], told["ended"]) == ("ended", "broker: exit code 1: no space")
+    assert told["summary"]["groups_trained"] == 6

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
@@ -16,6 +17,7 @@ from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
     fields,
     joined,
+    slots_of,
     supervision_of,
     target_text,
     trouble_text,
@@ -208,3 +210,20 @@ def test_a_process_that_has_ended_is_gone_though_the_last_report_has_it(
     assert [row.state for row in joined(known(died), [beats], NOW)] != ["gone"], (
         "it is heard, maybe from elsewhere"
     )
+
+
+def test_no_worker_was_blocked_for_longer_than_it_lives(make_worker: MakeWorker) -> None:
+    """The worker adds the waits of its slots up: `blocked 399 s` of a process 61 s old."""
+    heard = [
+        make_worker("e-0", env="e", pid=7, blocked_s=400.0),
+        make_worker("other-0", env="o", blocked_s=9.0),
+    ]
+    rows = joined(known(worker(pid=7, started=NOW - 61.0)), heard, NOW, {"e": 8})
+    assert [row.blocked_s for row in rows] == [50.0, 9.0]
+
+
+def test_slots_are_those_of_the_configuration(layout: RunLayout) -> None:
+    assert slots_of(layout) == {}
+    section = {"entry": "a:B", "concurrency": 16}
+    write_json(layout.config, RunConfig.model_validate({"environment": {"e": section}}))
+    assert slots_of(layout) == {"e": 16}

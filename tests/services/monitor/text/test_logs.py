@@ -98,7 +98,7 @@ def test_following_ends_with_ctrl_c(
 def test_unknown_name_lists_what_there_is(
     layout: RunLayout, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    assert logs(layout.root, name) == 2
+    assert logs(layout.root, name) == 1
     assert "it has: broker, sort3-0" in capsys.readouterr().err
 
 

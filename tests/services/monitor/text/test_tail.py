@@ -140,6 +140,7 @@ async def test_a_run_without_a_broker_is_named_and_its_end_ends_the_command(
 ) -> None:
     layout = RunLayout(run_dir)
     monkeypatch.setattr(command, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(command, "GONE_S", 3600.0)
     task = asyncio.create_task(command.print_events(layout, wanted("step"), None, lambda _: None))
     await until_said(capsys, f"no broker serves {run_dir} ({layout.endpoints} does not exist); start", task)
     gone = Endpoints(ingest="", serve="", events=f"ipc://{run_dir}/e", publish="", pid=1 << 30, epoch=1)
@@ -150,3 +151,55 @@ async def test_a_run_without_a_broker_is_named_and_its_end_ends_the_command(
     fate = await asyncio.wait_for(task, 30)
     assert fate is not None
     assert fate.say(layout) == f"the run in {run_dir} has ended: the trainer is done"
+
+
+async def test_a_broker_started_by_hand_may_come_back_for_a_while(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who follows it through a restart is not sent away; once it stays away, the run has ended."""
+    layout = RunLayout(run_dir)
+    layout.journal.mkdir()
+    monkeypatch.setattr(command, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(command, "GONE_S", 3600.0)
+    follow = command.print_events(layout, wanted("step"), None, lambda _: None)
+    task = asyncio.create_task(follow)
+    looked = asyncio.Event()
+    given_up = command._given_up
+
+    def look(where: RunLayout, quiet_s: float) -> Any:
+        looked.set()
+        return given_up(where, quiet_s)
+
+    monkeypatch.setattr(command, "_given_up", look)
+    await asyncio.wait_for(looked.wait(), 30)
+    assert not task.done()
+    monkeypatch.setattr(command, "GONE_S", 0.0)
+    fate = await asyncio.wait_for(task, 30)
+    assert fate is not None
+    assert fate.by_hand
+
+
+def test_of_a_run_by_hand_that_has_ended_the_record_is_printed(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(run_dir)
+    ended(layout, ("step", 1))
+    layout.summary.unlink()
+    layout.journal.mkdir()
+    assert tail(run_dir, "step") == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["number"] == 1
+    assert "its broker, which was started by hand, has ended" in told.err
+
+
+def test_a_run_of_which_nothing_comes_is_given_up(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one whose broker was killed: its address stays, and nobody answers there."""
+    layout = RunLayout(run_dir)
+    gone = Endpoints(ingest="", serve="", events=f"ipc://{run_dir}/e", publish="", pid=1 << 30, epoch=1)
+    write_json(layout.endpoints, gone)
+    monkeypatch.setattr(command, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(command, "GONE_S", 0.0)
+    assert tail(run_dir, "step") == 1
+    assert f"no broker runs in {run_dir}" in capsys.readouterr().err

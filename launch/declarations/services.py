@@ -6,6 +6,7 @@ from typing import Annotated, Final
 import typer
 
 from rolloutmq.launch import service_process
+from rolloutmq.launch.declarations import completion
 
 SERVICE: Final = "One process of a run"
 app = typer.Typer()
@@ -13,7 +14,9 @@ app = typer.Typer()
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a configuration key.")
 ]
-RunDirOption = Annotated[Path, typer.Option("--run-dir", help="Run directory.")]
+RunDirOption = Annotated[
+    Path, typer.Option("--run-dir", "-r", help="Run directory.", autocompletion=completion.runs)
+]
 
 
 @app.command(rich_help_panel=SERVICE)

@@ -1,0 +1,165 @@
+"""The history of a run for a view that is attached later: when it began, and what `metrics.jsonl` recorded of training.
+
+Without it a view would begin with its first event. Samples of the machine and the state of the queue are left out: new
+ones come within a second. Lines that do not decode are passed over; `report` names damage.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from math import nan
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from rolloutmq.bus.files import open_regular
+from rolloutmq.bus.rundir import read_lives
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.lives import seconds_of
+from rolloutmq.schemas.wire.control import StepDone
+from rolloutmq.schemas.wire.evaluation import EvaluationDone
+from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.telemetry import CurriculumProgress
+from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
+from rolloutmq.services.monitor.text import figures
+
+Recalled = StepDone | BatchSettled | StepFigures | EvaluationDone | HealthFinding | CurriculumProgress
+"""Events of the history."""
+KINDS: Final = tuple(
+    f'"kind":"{kind}"'.encode()
+    for kind in (
+        *("step_done", "batch_settled", "step_figures"),
+        *("evaluation_done", "health_finding", "curriculum"),
+    )
+)
+HEAD_BYTES: Final = 512
+"""Beginning of a line that has its kind: a topic has at most 256 bytes."""
+LATELY_BYTES: Final = 8 << 20
+"""End of the metrics that has the last figures and findings: a lasting finding is told again and again."""
+MOMENTARY: Final = frozenset({"held", "rater_silent", "raters_missing", "window_restarted"})
+"""Findings that nothing ends: most are about one group."""
+
+
+class Event(NamedTuple):
+    """A recorded event, and its wall clock."""
+
+    at: float
+    event: Recalled
+
+
+def events(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
+    """Yield the recorded events of training in order; nothing if there is no such file. Blocks on the disk.
+
+    Args:
+        path: `metrics.jsonl`.
+        last_bytes: Read only the end of the file; None reads all of it.
+    """
+    try:
+        record = open_regular(path)
+    except FileNotFoundError:
+        return
+    with record:
+        if last_bytes is not None and (size := record.seek(0, os.SEEK_END)) > last_bytes:
+            record.seek(size - last_bytes)
+            record.readline()  # the rest of a cut line
+        else:
+            record.seek(0)
+        for line in record:
+            head = line[:HEAD_BYTES]
+            if any(kind in head for kind in KINDS) and (found := _decoded(line)) is not None:
+                yield found
+
+
+def _decoded(line: bytes) -> Event | None:
+    try:
+        fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
+        at = float(fields.pop("t"))
+        for name in ("topic", "trimmed"):
+            fields.pop(name, None)
+        return Event(at, msgspec.convert(_with_nan(fields), Recalled))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _with_nan(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a step as they were: JSON has no NaN, and says null."""
+    if fields.get("kind") != "step_done":
+        return fields
+    extra = {name: value for name, value in (fields.get("extra") or {}).items() if value is not None}
+    return {**fields, "loss": nan if fields.get("loss") is None else fields["loss"], "extra": extra}
+
+
+def ran_s(layout: RunLayout, wall: float) -> float | None:
+    """Return the seconds that a run has run, its lives together; None if nothing of it has been recorded.
+
+    A run without a launcher has no lives: its broker began when it wrote its address.
+    """
+    if lives := read_lives(layout):
+        return seconds_of(lives, wall)
+    try:
+        return max(0.0, wall - layout.endpoints.stat().st_mtime)
+    except OSError:
+        return None
+
+
+class History(NamedTuple):
+    """What a view begins with.
+
+    Attributes:
+        ran_s: Seconds that the run has run, at the time `wall`; None if unknown.
+        wall: Wall clock of the reading.
+        events: Events in order.
+    """
+
+    ran_s: float | None
+    wall: float
+    events: tuple[Event, ...]
+
+
+def read_history(layout: RunLayout) -> History:
+    """Read the history of a run. Blocks on the disk: about a second for 100 MB of metrics."""
+    found, wall = tuple(events(layout.metrics)), time.time()
+    return History(ran_s(layout, wall), wall, found)
+
+
+class Lately(NamedTuple):
+    """What training showed last.
+
+    Attributes:
+        step: Last step, as the trainer reported it, or else as the broker did; None before the first.
+        figures: Last value of each figure of learning.
+        not_finite: Figures that were not finite when the trainer last logged some.
+        findings: Lasting findings about rewards and trainer that have not ended.
+    """
+
+    step: StepDone | BatchSettled | None = None
+    figures: Mapping[str, float] = MappingProxyType({})
+    not_finite: tuple[str, ...] = ()
+    findings: tuple[HealthFinding, ...] = ()
+
+
+def read_lately(layout: RunLayout) -> Lately:
+    """Read what training showed last from the end of the metrics. Blocks on the disk."""
+    step: StepDone | BatchSettled | None = None
+    shown: dict[str, float] = {}
+    not_finite: tuple[str, ...] = ()
+    findings: dict[tuple[str, str], HealthFinding] = {}
+    for _, event in events(layout.metrics, LATELY_BYTES):
+        match event:
+            case StepDone():
+                step = event
+                shown |= figures.of_step(event.loss, event.extra)
+            case BatchSettled():
+                step = event if event.stepped else step
+            case StepFigures():
+                shown |= event.figures
+                not_finite = event.not_finite
+            case HealthFinding():
+                findings.pop((event.env, event.finding), None)
+                if not event.ended and event.finding not in MOMENTARY:
+                    findings[event.env, event.finding] = event
+            case _:
+                pass
+    return Lately(step, shown, not_finite, tuple(findings.values()))

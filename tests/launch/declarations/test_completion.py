@@ -1,0 +1,86 @@
+"""Names are completed in each shell, from the files of a run, and nothing that cannot be read is an error."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch import cli
+from rolloutmq.launch.declarations import completion
+from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.process import Role
+from rolloutmq.services.process.identity import identify
+
+
+@pytest.fixture
+def two_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An old run with an environment and workers, and a new one whose files are damaged."""
+    monkeypatch.chdir(tmp_path)
+    for number, name in enumerate(("old", "new")):
+        layout = RunLayout(Path("runs") / name)
+        layout.logs.mkdir(parents=True)
+        sections = {"environment": {"sort3": {"entry": "a:B"}, "sums": {"entry": "a:B"}}}
+        write_json(layout.config, validate(sections))
+        workers = [identify(worker, Role.WORKER, os.getpid(), "t") for worker in ("sort3-0", "sums-0")]
+        write_json(layout.workers, workers)
+        layout.log("broker").touch()
+        if name == "new":
+            layout.workers.write_text("{torn")
+            layout.log("trainer").touch()
+        os.utime(layout.config, (number, number))
+    return tmp_path
+
+
+def context(**params: Any) -> typer.Context:
+    made = typer.Context(typer.main.get_command(cli.app))
+    made.params = params
+    return made
+
+
+def test_runs_are_offered_the_newest_first(two_runs: Path) -> None:
+    assert completion.runs("") == ["runs/new", "runs/old"]
+    assert completion.runs("runs/o") == ["runs/old"]
+    assert completion.runs(f"{two_runs}/runs/") == [f"{two_runs}/runs/new", f"{two_runs}/runs/old"]
+    assert completion.runs("nowhere/") == []
+
+
+@pytest.mark.usefixtures("two_runs")
+def test_names_are_those_of_the_named_run_or_of_the_newest() -> None:
+    old = Path("runs/old")
+    assert completion.workers(context(run_dir=old), "so") == ["sort3-0"]
+    assert completion.workers(context(), "") == [], "its file is damaged"
+    assert completion.environments(context(run=old), "s") == ["sort3", "sums"]
+    assert completion.environments(context(), "i") == ["inference"]
+    assert completion.logs(context(), "") == ["broker", "trainer"]
+    assert completion.logs(context(run_dir=old), "t") == []
+    assert completion.environments(context(run_dir=Path("nowhere")), "s") == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_completes(two_runs: Path, shell: str) -> None:
+    line = "rolloutmq scale -r runs/old su"
+    about = {
+        "_ROLLOUTMQ_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,
+        "COMP_CWORD": "4",
+        "_TYPER_COMPLETE_ARGS": line,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    program = "import sys; sys.argv[0] = 'rolloutmq'; from rolloutmq.launch.cli import main; main()"
+    told = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, **about},
+        cwd=two_runs,
+    )
+    assert "sums" in told.stdout, told.stderr
+    assert "sort3" not in told.stdout
