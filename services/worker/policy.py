@@ -204,11 +204,11 @@ class NoPolicy:
         """Raise ConfigError."""
         raise self._error
 
-    async def tokenize(self, *_: object) -> list[int]:
+    async def tokenize(self, *_: object, **__: object) -> list[int]:
         """Raise ConfigError."""
         raise self._error
 
-    async def detokenize(self, *_: object) -> str:
+    async def detokenize(self, *_: object, **__: object) -> str:
         """Raise ConfigError."""
         raise self._error
 

@@ -13,7 +13,7 @@ from rolloutmq.services.worker.loader import load_environment
 from rolloutmq.services.worker.scripted import END
 
 CONFIG = Path(__file__).parents[2] / "examples" / "tools" / "lookup.toml"
-LEARNED_WITHIN_S = 540.0
+LEARNED_WITHIN_S = 900.0
 
 
 @pytest.fixture

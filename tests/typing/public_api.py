@@ -185,6 +185,15 @@ class TwoTurns:
         return [Trajectory.of(completion, score=0.0) for completion in completions]
 
 
+async def turns(policy: Policy) -> None:
+    (first,) = await policy.complete(await policy.render([{"role": "user", "content": "q"}], tools=[]))
+    sequence = Trajectory.of(first)
+    assert_type(await policy.detokenize(sequence.token_ids), str)
+    assert_type(await policy.tokenize("a"), list[int])
+    assert_type(await policy.chat([{"role": "tool", "content": "7"}], after=sequence), list[Completion])
+    await policy.complete([1, 2], after=first)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
 def a_test_of_an_environment() -> None:
     environments: list[Environment] = [Addition(), TwoTurns()]
     policy: Policy = ScriptedPolicy(lambda prompt: prompt)

@@ -21,7 +21,6 @@ from rolloutmq.services.worker.trajectory import Trajectory
 pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=missing())]
 
 END_S = 60.0
-ASKED_S = 120.0
 
 
 @pytest.fixture
@@ -69,7 +68,7 @@ def served(tmp_path: Path) -> Iterator[str]:
 
 async def test_turns_carry_the_sampled_tokens(served: str) -> None:
     engines = Engines(lambda: [InferenceAddress(url=served, pid=0)], random.Random(0))
-    async with OpenAIPolicy.opened(engines, patience_s=START_S) as policy:
+    async with OpenAIPolicy.opened(engines, patience_s=2 * START_S) as policy:
         question = [{"role": "user", "content": "12 012"}]
         assert await policy.detokenize(await policy.render(question)) == (
             "<|im_start|>user\n12 012<|im_end|>\n<|im_start|>assistant\n"
