@@ -16,10 +16,11 @@ import pytest
 import typer
 from tests.services.broker.journal.handmade import Handmade, batch, began, settles
 
-from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.rundir import read_run, write_json
 from rolloutmq.launch import cli
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.services.broker.server import running_broker
 
 WITHOUT_RUN = frozenset(
     {"up", "try", "check", "evaluate", "gateway", "run-api-alias", "replay", "init", "simulate"}
@@ -255,3 +256,52 @@ def test_a_name_is_wrong_by_itself_or_on_this_run(call: Call, words: tuple[str, 
     told = call(*words)
     assert (told.code, told.out) == (code, "")
     assert told.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("drain", "nobody-0"), 1),
+        (("restart", "nobody-0"), 6),
+        (("cordon", "GPU-9"), 1),
+        (("scale", "nowhere", "2"), 2),
+        (("scale", "sort3", "2"), 6),
+        (("set", "nothing=1"), 2),
+        (("set", "broker.lease_s=60"), 0),
+        (("dead", "requeue", "--all"), 0),
+        (("down",), 1),
+    ],
+)
+def test_orders_to_an_active_run(call: Call, words: tuple[str, ...], code: int) -> None:
+    """Its broker was started by hand: no orchestrator confirms an order."""
+    layout = active(Path("runs/mine"))
+    with running_broker(read_run(layout.root)[0], layout):
+        told = call(*words, "--json")
+    assert told.code == code, told
+    assert bool(told.err) == (code != 0)
+    if told.out:
+        assert json.loads(told.out)["code"] == code
+    else:
+        assert code in {1, 2}
+
+
+def test_looking_at_an_active_run(call: Call) -> None:
+    layout = active(Path("runs/mine"))
+    with running_broker(read_run(layout.root)[0], layout):
+        for words in (("status",), ("workers",), ("report",), ("ledger", "verify"), ("dead", "list")):
+            plain = call(*words)
+            assert plain.code == 0, plain
+            assert plain.out
+            assert json.loads(call(*words, "-r", "runs/mine", "--json").out) is not None
+        assert "ended      not yet" in call("report").out
+        assert not layout.summary.exists()
+    assert "its broker, which was started by hand, has ended" in call("status").out
+
+
+def active(root: Path) -> RunLayout:
+    """Configure a run with an environment and a trainer of one's own."""
+    root.mkdir(parents=True)
+    layout = RunLayout(root)
+    about = {"environment": {"sort3": {"entry": "a:B"}}, "trainer": {"enabled": False}}
+    write_json(layout.config, validate({**about, "run": {"dir": str(root)}}))
+    return layout

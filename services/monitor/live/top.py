@@ -227,6 +227,7 @@ def top(where: Path) -> int:
         return 0
     ended: Fate | None = None
     with contextlib.suppress(KeyboardInterrupt), make_view(config, screen=True) as live:
+        live.board.is_dead = found.life is RunLiveness.DEAD and not found.elsewhere
         ended = asyncio.run(_until_over(layout, live))
     if ended is None:
         return 0

@@ -10,7 +10,8 @@ from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import html_table, printable_lines
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
-from rolloutmq.services.monitor.status.status import LABEL_CHARS, ask, described, ended
+from rolloutmq.services.monitor.status.ended import LABEL_CHARS, ended_text, read_summary
+from rolloutmq.services.monitor.status.status import ask, described
 
 LINES: Final = 100
 """Most lines in a notebook."""
@@ -58,7 +59,9 @@ def run_status(run_dir: str | Path) -> RunStatus:
         raise MissingError(f"run directory {layout.root}", "start a run with `rolloutmq up CONFIG`")
     endpoints, fate = endpoints_of(layout), fate_of(layout)
     if fate.life is RunLiveness.ENDED and not fate.broker:
-        text, figures = ended(layout, fate)
+        summary = read_summary(layout)
+        text = ended_text(layout, fate, summary)
+        figures: Mapping[str, Any] = {"life": fate.life, "ended": fate.told, "summary": summary}
     elif endpoints is None or not fate.broker:
         text, figures = f"{'run':<{LABEL_CHARS}}{fate.say(layout)}", {"life": fate.life, "ended": ""}
     else:

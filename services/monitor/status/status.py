@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.engine_registry import SILENT_S, engines_of
-from rolloutmq.bus.rundir import read_json, read_run
+from rolloutmq.bus.rundir import read_run
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import MalformedError, RolloutMQError
@@ -33,6 +33,7 @@ from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluat
 from rolloutmq.services.monitor.report.history import Lately, ran_s, read_lately
 from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
+from rolloutmq.services.monitor.status.ended import LABEL_CHARS, show_ended
 from rolloutmq.services.monitor.status.gpus import read_gpus
 from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
@@ -49,8 +50,6 @@ PATIENCE_S: Final = 3.0
 """Longest wait for the broker, which normally replies in milliseconds."""
 RESTARTED_S: Final = 60.0
 """Time after the start of a run from which the broker is a later one: the first waits for nothing that long."""
-LABEL_CHARS: Final = 9
-"""Width of the labels."""
 _LIFE: Final = ("waiting", *WorkerState, SILENT, "stopping", "fatal")
 
 
@@ -86,17 +85,14 @@ def status(where: Path, as_json: bool) -> int:
     endpoints = endpoints_of(layout)
     fate = fate_of(layout)
     if fate.life is RunLiveness.ENDED and (endpoints is None or not fate.broker):
-        return _show(*ended(layout, fate), as_json)
+        return show_ended(layout, fate, as_json)
     if endpoints is None or (fate.life is RunLiveness.DEAD and not fate.broker):
         return complain(fate.say(layout), FAILED)
     try:
         reply = ask(endpoints)
     except RolloutMQError as error:
         return complain(fate.say(layout) if fate.life is RunLiveness.DEAD else str(error), FAILED)
-    return _show(*described(layout, fate, reply), as_json)
-
-
-def _show(text: str, plain: Mapping[str, Any], as_json: bool) -> int:
+    text, plain = described(layout, fate, reply)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
     with reader_may_leave():
@@ -145,43 +141,6 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
     supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
     plain = status_json(reply, also, supervision=supervision, life=fate.life)
     return "\n".join([status_text(reply, also, wall), *_dead(fate, layout)]), plain
-
-
-def ended(layout: RunLayout, fate: Fate) -> tuple[str, dict[str, Any]]:
-    """Return how a run ended, with the summary that its launcher left: as lines, and as JSON objects."""
-    summary = read_summary(layout)
-    return ended_text(layout, fate, summary), {"life": fate.life, "ended": fate.told, "summary": summary}
-
-
-def ended_text(layout: RunLayout, fate: Fate, summary: Mapping[str, Any] | None) -> str:
-    """Return how a run ended as text: a few lines, with the figures of its summary."""
-    rows = [("run", f"{layout.root} has ended"), ("ended", fate.told)]
-    known = {name: value for name, value in (summary or {}).items() if value is not None}
-    if "wall_s" in known:
-        rows[0] = ("run", f"{layout.root} has ended, after {format.clock(known['wall_s'])}")
-    if "steps" in known:
-        rows.append(("step", str(known["steps"])))
-    if "reward_last" in known:
-        rows.append(("reward", f"{known['reward_first']:.3f} -> {known['reward_last']:.3f}"))
-    if "groups_accepted" in known:
-        states = ("trained", "filtered", "expired", "dead", "discarded", "in_flight", "lost")
-        held = (f"{state.replace('_', ' ')} {known.get(f'groups_{state}')}" for state in states)
-        rows.append(("groups", f"accepted {known['groups_accepted']} = " + " + ".join(_counted(held))))
-    rows += [("health", name) for name in known.get("findings", ())]
-    rows.append(("more", f"rolloutmq report {layout.root}"))
-    return "\n".join(f"{label:<{LABEL_CHARS}}{text}" for label, text in rows)
-
-
-def _counted(states: Iterable[str]) -> list[str]:
-    return [one for one in states if not one.endswith((" 0", " None"))] or ["0"]
-
-
-def read_summary(layout: RunLayout) -> dict[str, Any] | None:
-    """Return the summary that the launcher left; None if there is none, or it cannot be read."""
-    try:
-        return read_json(layout.summary, dict[str, Any])
-    except msgspec.DecodeError:
-        return None
 
 
 def _configures_workers(layout: RunLayout) -> bool:

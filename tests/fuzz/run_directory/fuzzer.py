@@ -56,9 +56,11 @@ from rolloutmq.services.http_access import http_token
 from rolloutmq.services.inference import server as inference_server
 from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.report.bias_table import table
+from rolloutmq.services.monitor.report.history import read_history, read_lately
 from rolloutmq.services.monitor.report.metrics import read_metrics
 from rolloutmq.services.monitor.report.summary import read_trainer_log, summarise
 from rolloutmq.services.monitor.status import gpus, waits, worker_view
+from rolloutmq.services.monitor.status.ended import ended_text, read_summary
 from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.services.monitor.text.logs import Follower
 from rolloutmq.services.orchestrator.autoscaling import decision_log
@@ -310,6 +312,11 @@ def _settled(layout: RunLayout) -> None:
         read_trainer_log(read_lines(layout.settled, SettledBatch))
 
 
+def _ended(layout: RunLayout) -> None:
+    fate, summary = fate_of(layout), read_summary(layout)
+    ended_text(layout, fate, summary)
+
+
 def _weights(layout: RunLayout) -> None:
     segment_file.read_address(layout.weights)
     address.read_disk(layout.weights)
@@ -340,16 +347,17 @@ TABLE: Final = (
     Readers("gateway.json", JSON, (lambda one: read_json(one.gateway, GatewayAddress),)),
     Readers("vllm.json", JSON, (lambda one: read_json(one.vllm, VllmAddress),)),
     Readers("weights.json", (), (_weights,)),
-    Readers("summary.json", (), (fate_of,)),
+    Readers("summary.json", (), (fate_of, _ended)),
     Readers("gateway.lock", (), (_locked,)),
     Readers("registrations.json", (), (_registered,)),
     Readers("doubts.log", (), (_doubts,)),
     Readers("trained.jsonl", (), (_summary, lambda one: ledger.witness(one), _appended)),
     Readers("trained.jsonl", (), (lambda one: PolicyAncestry.read(one.trained, PolicyVersion(1, 2)),)),
-    Readers("settled.jsonl", (), (_settled,)),
+    Readers("settled.jsonl", (), (_settled, ledger.witness, lambda one: list(explain.notes(one, "g1")))),
     Readers("acks/*.jsonl", (), (_summary, lambda one: list(explain.notes(one, "g1")), _appended)),
     Readers("dropped.jsonl", (), (_summary, lambda one: list(explain.notes(one, "d")))),
     Readers("metrics.jsonl", (), (lambda one: read_metrics(one.metrics), _summary, _appended)),
+    Readers("metrics.jsonl", (), (read_history, read_lately)),
     Readers("decisions.jsonl", (ValueError,), (_decisions,)),
     Readers("saved.rmq", (), (_restored,)),
     Readers("spools/*", (), (_spooled,)),
