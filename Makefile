@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers \
 	test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench bench-rewards \
-	bench-rivals accept newest reference lock clean
+	bench-rivals accept newest reference notebook lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
 PIP := -m pip install --disable-pip-version-check --no-deps
@@ -28,7 +28,7 @@ endef
 TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 
 $(VENV)/.installed: pyproject.toml requirements/dev.txt $(TORCH)
-	@echo "setting up $(VENV): about 110 packages, 400 MB to download with the build of torch for CPUs, 2 GB on disk; minutes, once"
+	@echo "setting up $(VENV): about 125 packages, 400 MB to download with the build of torch for CPUs, 2 GB on disk; minutes, once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(LOCKED) requirements/dev.txt
 	$(call install_torch,$(VENV))
@@ -107,7 +107,7 @@ check: $(VENV)/.installed ## style, types, and who may import whom
 
 docs: $(VENV)/.installed ## the documentation as a site, in site/; needs no network
 	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict # no --quiet: it hides warnings from --strict
-	$(BIN)/python tests/house/site_loads.py site
+	$(BIN)/python tests/house/site/loads.py site
 
 bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 	$(BIN)/python -m benchmarks
@@ -190,6 +190,9 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	$(call install_torch,.venv-verl)
 	$(call install_package,.venv-verl)
 	touch $@
+
+notebook: $(VENV)/.installed ## execute the notebook of the pages, and write its outputs and its page
+	$(BIN)/python -m tests.house.site.notebook
 
 lock: $(VENV)/.installed ## the hashes of the pinned packages, after a change of a version in requirements/
 	$(BIN)/python tests/house/requirements/lock.py $(filter-out $(TORCH),$(wildcard requirements/*.txt)) requirements/torch-cuda.txt

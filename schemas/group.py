@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 
 from rolloutmq.schemas.arrays import plain_numbers
 from rolloutmq.schemas.errors import InvalidGroupError
+from rolloutmq.schemas.loss_mask import marked_tokens
+from rolloutmq.schemas.printable import html_table
 from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import (
     COLUMNS_LIMIT,
@@ -93,6 +95,8 @@ _NUMPY_OF: Final[Mapping[Dtype, np.dtype[Any]]] = {
 _DTYPE_OF: Final = {kind: dtype for dtype, kind in _NUMPY_OF.items() if dtype is not Dtype.BF16}
 _OPAQUE: Final = Dtype.OPAQUE
 _LENGTHS: Final = np.dtype(np.uint32)
+IDS_SHOWN: Final = 16
+"""Most token ids of a sequence in a notebook."""
 _FEW_ROWS: Final = 64
 """Up to this many lengths, `sum` is faster than numpy."""
 
@@ -277,7 +281,7 @@ def _of_values(name: str, values: NDArray[Any], lengths: tuple[NDArray[np.uint32
     return Column(dtype, np.ascontiguousarray(values, _NUMPY_OF[dtype]), lengths)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Group:
     """`n` sequences of one prompt, with their origin.
 
@@ -466,6 +470,43 @@ class Group:
 
     def __contains__(self, name: object) -> bool:
         return name in self.columns
+
+    @property
+    def _title(self) -> str:
+        of = f" of {self.env}" if self.env else ""
+        sizes = f"{counted(self.sequences, 'sequence')}, {counted(self.tokens, 'token')}"
+        return f"Group {self.group_id}{of}: {sizes}, policy {policy_range(self.oldest, self.newest)}"
+
+    def __repr__(self) -> str:
+        """Return one line: a notebook asks for it beside the table, and arrays of a whole batch are megabytes."""
+        return f"<{self._title}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first sequences, for a notebook."""
+        ends = np.cumsum(self.columns["tokens"].lengths[0], dtype=np.int64)
+        marked = np.concatenate(([0], np.cumsum(marked_tokens(self))))[ends]
+        sampled = np.diff(marked, prepend=0)
+        scores, tokens = self.columns["scores"].numbers(), self["tokens"]
+        rows = (
+            (row, f"{scores[row]:.4g}", len(ids), sampled[row], _ids(ids)) for row, ids in enumerate(tokens)
+        )
+        return html_table(self._title, ("", "score", "tokens", "sampled", "token ids"), rows, self.sequences)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def policy_range(oldest: PolicyVersion, newest: PolicyVersion) -> str:
+    """Return the policy versions of a group, as `incarnation.step`."""
+    first, last = (f"{one.incarnation}.{one.step}" for one in (oldest, newest))
+    return first if first == last else f"{first} to {last}"
+
+
+def _ids(ids: NDArray[Any]) -> str:
+    shown = " ".join(map(str, ids[:IDS_SHOWN].tolist()))
+    return f"{shown} …" if len(ids) > IDS_SHOWN else shown
 
 
 def _squared_deviations(scores: list[float], mean: float) -> float:

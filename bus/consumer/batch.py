@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 from rolloutmq.bus.encoding.codec import Buffer, decode_group
 from rolloutmq.schemas.errors import ChecksumError, MalformedError, UsageError, WireError
-from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.group import Group, counted, policy_range
 from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.printable import html_table
 from rolloutmq.schemas.wire import replies
 from rolloutmq.schemas.wire.envelope import ColumnTable, PolicyVersion
 from rolloutmq.schemas.wire.replies import Delivery, Rejected
@@ -46,7 +47,7 @@ def step_size(sequences: int, tokens: int) -> StepSize:
     return StepSize(sequences, tokens)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Batch:
     """This rank's shard of a leased step.
 
@@ -106,6 +107,36 @@ class Batch:
         """
         policy = self.version if version is None else version
         return tuple(policy.staleness(delivery.header.oldest) for delivery in self.deliveries)
+
+    @property
+    def _title(self) -> str:
+        sizes = {"group": len(self.groups), "sequence": self.sequences, "token": self.tokens}
+        marks = [name for name in ("short", "over", "rewound") if getattr(self, name)]
+        marks += [f"{len(self.rejected)} undecodable"] if self.rejected else []
+        parts = [*(counted(number, noun) for noun, number in sizes.items()), *marks]
+        return f"Batch of step {self.step}: {', '.join(parts)}"
+
+    def __repr__(self) -> str:
+        """Return one line, see `Group`."""
+        return f"<{self._title}>"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the first groups, for a notebook."""
+        rows = (
+            (
+                group.group_id,
+                group.env,
+                group.sequences,
+                group.tokens,
+                f"{delivery.header.rewards.mean:.4g}",
+                policy_range(group.oldest, group.newest),
+                stale,
+                delivery.deliveries,
+            )
+            for group, delivery, stale in zip(self.groups, self.deliveries, self.staleness(), strict=True)
+        )
+        head = ("group", "env", "sequences", "tokens", "score", "policy", "staleness", "deliveries")
+        return html_table(self._title, head, rows, len(self.groups))
 
 
 def decode_groups(

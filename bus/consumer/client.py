@@ -43,7 +43,7 @@ from rolloutmq.schemas.wire.requests import RegisterConsumer, Release, Settle
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class LeasedBatch(Batch):
     """A batch of a `Consumer`."""
 
@@ -410,7 +410,7 @@ class Consumer:
             raise StopAsyncIteration from None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class BlockingBatch(Batch):
     """A batch of a `BlockingConsumer`."""
 

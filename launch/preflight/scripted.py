@@ -12,7 +12,7 @@ from typing import Any, Final
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
-from rolloutmq.services.worker.scripted import END, ScriptedPolicy
+from rolloutmq.services.worker.scripted import END, Answer, RecordedCall, ScriptedPolicy
 from rolloutmq.services.worker.trajectory import Trajectory, check_new
 
 TEXTS: Final = (
@@ -78,10 +78,9 @@ class CharacterPolicy(ScriptedPolicy):
         if isinstance(prompt, str):
             begin = [self._ids["<bos>"]] if after is None else []
             prompt = begin + await self.tokenize(prompt)
-        found = await super().complete(
+        return await super().complete(
             prompt, after=after, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
         )
-        return [self._in_ids(one) for one in found]
 
     async def tokenize(self, text: str) -> list[int]:
         """See `Policy.tokenize`. Raises PolicyRefusedError for a character that the model lacks."""
@@ -115,6 +114,7 @@ class CharacterPolicy(ScriptedPolicy):
         before = [self._ids["<bos>"]] if after is None else list(map(int, after.token_ids))
         return before + await self.tokenize("".join(texts_of(messages)))
 
-    def _in_ids(self, completion: Completion) -> Completion:
+    def _completion(self, call: RecordedCall, answer: Answer) -> Completion:
+        completion = super()._completion(call, answer)
         sampled = [self._ids["<eos>" if one == END else chr(one)] for one in completion.token_ids]
         return replace(completion, token_ids=sampled, tokens=[self._texts[one] for one in sampled])

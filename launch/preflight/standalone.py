@@ -2,11 +2,12 @@
 
 `services.worker.rollouts` does them, so the environment meets what it meets in a run: numbered tasks of its curriculum
 or of the evaluation, members, a time-out, and the checks of what it returns. In place of the broker there are permits
-for so many rollouts, and callbacks in place of its log.
+for so many rollouts, and callbacks in place of its log. A test may have a producer there, with a real broker.
 """
 
 import asyncio
 import random
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from rolloutmq.schemas.errors import DrainingError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.tasks import GIVEN, TaskStatus
 from rolloutmq.services.worker.policy import Policy
-from rolloutmq.services.worker.rollouts import OnFailure, Rollouts
+from rolloutmq.services.worker.rollouts import GroupSink, OnFailure, Rollouts
 
 NEVER_S: Final = 1e9
 """A time-out that nobody lives to see."""
@@ -37,6 +38,7 @@ class Plan:
         timeout_s: Time-out of each rollout, in seconds.
         payloads: Submitted tasks to answer, in turn; empty: the environment's own tasks, or numbers of its task space
             if it has a curriculum or only answers the evaluation.
+        ends_with_failure: Whether the first failed rollout is the last one.
     """
 
     count: int
@@ -44,6 +46,7 @@ class Plan:
     size: int = 0
     timeout_s: float = NEVER_S
     payloads: Sequence[Any] = field(default=())
+    ends_with_failure: bool = False
 
 
 async def roll_out(
@@ -55,6 +58,7 @@ async def roll_out(
     *,
     on_group: Callable[[Group], None],
     on_failure: OnFailure,
+    outlet: GroupSink | None = None,
 ) -> None:
     """Enter the environment and do the rollouts of a plan; each ends in one of the callbacks.
 
@@ -66,6 +70,7 @@ async def roll_out(
         plan: What to roll out.
         on_group: Called with each finished group.
         on_failure: Called with the error of each failed rollout, in its `except` block.
+        outlet: Gives the permits and gets the groups, too; None: nobody gets them, and there is always a permit.
 
     Raises:
         Exception: What the environment raises when it is entered or left.
@@ -81,7 +86,7 @@ async def roll_out(
             section,
             environment,
             policy,
-            _Sink(plan.count, on_group),
+            _Counted(outlet or _Nowhere(), plan, on_group),
             seed=plan.seed,
             tasks=tasks,
             evaluation_seed=config.evaluation.seed if is_of_evaluation(name, config) else None,
@@ -118,28 +123,55 @@ def _tasks(name: str, config: RunConfig, plan: Plan) -> "_Tasks | None":
     return None
 
 
-class _Sink:
-    """A `GroupSink` with permits for so many rollouts."""
+class _Nowhere:
+    """A `GroupSink` without a broker: permits without a limit, and groups for nobody."""
 
     session = 1
 
-    def __init__(self, count: int, on_group: Callable[[Group], None]) -> None:
+    def __init__(self) -> None:
         self._credit = Credit()
-        self._credit.start_limit = count
-        self._on_group = on_group
+        self._credit.start_limit = sys.maxsize
 
     async def acquire(self) -> Permit:
         permit = self._credit.begin()
-        if permit is None:
-            raise DrainingError
+        assert permit is not None
         return permit
 
-    async def send(self, group: Group, *, permit: Permit) -> None:
+    async def send(self, group: Group, *, permit: Permit) -> None:  # noqa: ARG002
         self._credit.arrive(permit)
-        self._on_group(group)
 
     def abandon(self, permit: Permit) -> None:
         self._credit.abandon(permit)
+
+
+class _Counted:
+    """The permits of another `GroupSink`, for as many rollouts as planned."""
+
+    def __init__(self, outlet: GroupSink, plan: Plan, on_group: Callable[[Group], None]) -> None:
+        self._outlet = outlet
+        self._left = plan.count
+        self._ends_with_failure = plan.ends_with_failure
+        self._on_group = on_group
+
+    @property
+    def session(self) -> int:
+        return self._outlet.session
+
+    async def acquire(self) -> Permit:
+        if self._left <= 0:
+            raise DrainingError
+        permit = await self._outlet.acquire()
+        self._left -= 1
+        return permit
+
+    async def send(self, group: Group, *, permit: Permit) -> None:
+        await self._outlet.send(group, permit=permit)
+        self._on_group(group)
+
+    def abandon(self, permit: Permit) -> None:
+        self._outlet.abandon(permit)
+        if self._ends_with_failure:
+            self._left = 0
 
 
 class _Tasks:

@@ -9,14 +9,18 @@ contents of messages are joined by newlines.
 """
 
 import asyncio
+import math
 import random
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from typing import Any, Final, NoReturn
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, TypeAlias
 
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.process.blocking_call import run_blocking
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.trajectory import Trajectory, check_new, group_of
@@ -25,16 +29,70 @@ END: Final = 0
 """Token that ends an answer."""
 LOGPROB: Final = -1.0
 """Log-probability of every sampled token; not 0, so that it differs from that of a prompt token."""
+SHOWN_CHARS: Final = 80
+"""Longest part of a prompt that an error shows."""
 
-Script = str | Sequence[str] | Callable[[str], str]
-"""One answer for every prompt, answers in turn, or a function of the prompt."""
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One scripted answer, where a text is not enough.
+
+    Attributes:
+        text: The answer, without special tokens.
+        token_ids: The sampled tokens, whatever the text, `max_tokens` and `stop` say. None: those of the text.
+        logprobs: Log-probability of each sampled token, in nats. None: `LOGPROB` for all.
+        truncated: The answer ends by `max_tokens`, without an end token, however short it is.
+        delay_s: Seconds until it arrives; `math.inf`: never.
+    """
+
+    text: str = ""
+    token_ids: Sequence[int] | None = None
+    logprobs: Sequence[float] | None = None
+    truncated: bool = False
+    delay_s: float = 0.0
+
+
+Scripted: TypeAlias = str | Answer | Exception
+"""A text, an answer, or an error that the call raises."""
+Script: TypeAlias = (
+    Scripted
+    | Sequence[Scripted]
+    | Mapping[str, Scripted | Callable[[re.Match[str]], Scripted]]
+    | Callable[[str], Scripted]
+)
+"""One answer for every prompt, answers in turn, answers by the first regular expression that is found in the prompt, or
+a function of the prompt. An answer by a regular expression may be a function of its match."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCall:
+    """One call of a scripted policy, as the environment made it.
+
+    Attributes:
+        prompt: The prompt as text, with earlier turns; messages are joined by newlines.
+        token_ids: The tokens of the prompt: of earlier turns as sampled, then as given or those of the text.
+        messages: The messages; None for `complete`.
+        n: Number of completions.
+        max_tokens: Longest completion, in tokens.
+        temperature: Sampling temperature.
+        stop: Texts that end a completion.
+    """
+
+    prompt: str
+    token_ids: Sequence[int]
+    messages: Sequence[ChatMessage] | None
+    n: int
+    max_tokens: int
+    temperature: float
+    stop: Sequence[str]
 
 
 class ScriptedPolicy:
-    """A `Policy` that answers from a script.
+    """A `Policy` that answers from a script and records its calls.
 
     Attributes:
         prompts: Prompts so far, as text, with earlier turns.
+        calls: Calls so far, with all their arguments.
         version: Policy version of every token; may be set.
     """
 
@@ -42,6 +100,7 @@ class ScriptedPolicy:
         self._answers = answers
         self._given = 0
         self.prompts: list[str] = []
+        self.calls: list[RecordedCall] = []
         self.version = version
 
     async def complete(
@@ -54,12 +113,10 @@ class ScriptedPolicy:
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Return `n` scripted answers; see `Policy.complete`."""
+        """Return `n` scripted answers; see `Policy.complete`. Raises the scripted error, if the script has one."""
         new = await self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
         ids = new if after is None else [*map(int, after.token_ids), *new]
-        text = await self.detokenize(ids)
-        self.prompts.append(text)
-        return [self._completion(ids, self._answer(text), max_tokens, stop, temperature) for _ in range(n)]
+        return await self._sampled(ids, None, n, max_tokens, temperature, stop)
 
     async def chat(
         self,
@@ -71,9 +128,9 @@ class ScriptedPolicy:
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Return `n` scripted answers; see `Policy.chat`."""
-        prompt = await self.render(messages, after=after)
-        return await self.complete(prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
+        """Return `n` scripted answers; see `Policy.chat`. Raises the scripted error, if the script has one."""
+        ids = await self.render(messages, after=after)
+        return await self._sampled(ids, tuple(messages), n, max_tokens, temperature, stop)
 
     async def tokenize(self, text: str) -> list[int]:
         """Return the code points of the characters; see `Policy.tokenize`."""
@@ -101,47 +158,93 @@ class ScriptedPolicy:
         """Raise UsageError: a script has no address. Test the other methods of the environment instead."""
         raise UsageError("endpoint: a scripted policy has no server; call `complete` or `chat`")
 
-    def _answer(self, prompt: str) -> str:
-        if isinstance(self._answers, str):
-            return self._answers
-        if callable(self._answers):
-            return self._answers(prompt)
-        self._given += 1
-        return self._answers[(self._given - 1) % len(self._answers)]
-
-    def _completion(
+    async def _sampled(
         self,
-        prompt: Sequence[int],
-        answer: str,
+        ids: Sequence[int],
+        messages: Sequence[ChatMessage] | None,
+        n: int,
         max_tokens: int,
-        stop: str | Sequence[str] | None,
         temperature: float,
-    ) -> Completion:
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
-        cut = min((at for text in stops if (at := answer.find(text)) >= 0), default=len(answer))
-        text = answer[: min(cut, max_tokens)]
-        ended = len(text) < max_tokens
-        token_ids = [*map(ord, text), *([END] if ended else [])]
+        stop: str | Sequence[str] | None,
+    ) -> list[Completion]:
+        text = await self.detokenize(ids)
+        call = RecordedCall(text, ids, messages, n, max_tokens, temperature, _listed(stop))
+        self.prompts.append(call.prompt)
+        self.calls.append(call)
+        answers = [self._answer(call.prompt) for _ in range(call.n)]
+        await _delay(max((one.delay_s for one in answers), default=0.0))
+        return [self._completion(call, one) for one in answers]
+
+    def _answer(self, prompt: str) -> Answer:
+        scripted = self._scripted(prompt)
+        if isinstance(scripted, Exception):
+            raise scripted
+        return Answer(scripted) if isinstance(scripted, str) else scripted
+
+    def _scripted(self, prompt: str) -> Scripted:
+        script = self._answers
+        if isinstance(script, str | Answer | Exception):
+            return script
+        if isinstance(script, Mapping):
+            return _matched(script, prompt)
+        if callable(script):
+            return script(prompt)
+        self._given += 1
+        return script[(self._given - 1) % len(script)]
+
+    def _completion(self, call: RecordedCall, answer: Answer) -> Completion:
+        text, tokens, ended = answer.text, [], not answer.truncated
+        if answer.token_ids is None:
+            cut = min((at for one in call.stop if (at := text.find(one)) >= 0), default=len(text))
+            text = text[: min(cut, call.max_tokens)]
+            ended = ended and len(text) < call.max_tokens
+            tokens = [*text, *(["</s>"] if ended else [])]
+            token_ids = [*map(ord, text), *([END] if ended else [])]
+        else:
+            token_ids = list(answer.token_ids)
+        logprobs = [LOGPROB] * len(token_ids) if answer.logprobs is None else list(answer.logprobs)
         return Completion(
             text=text,
-            prompt_token_ids=list(prompt),
+            prompt_token_ids=list(call.token_ids),
             token_ids=token_ids,
-            logprobs=[LOGPROB] * len(token_ids),
+            logprobs=logprobs,
             oldest=self.version,
             newest=self.version,
             finish_reason="stop" if ended else "length",
-            tokens=[*text, *(["</s>"] if ended else [])],
-            temperature=temperature or 1.0,
+            tokens=tokens,
+            temperature=call.temperature or 1.0,
         )
 
 
+def _listed(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (stop,) if isinstance(stop, str) else tuple(stop or ())
+
+
+def _matched(script: Mapping[str, Scripted | Callable[[re.Match[str]], Scripted]], prompt: str) -> Scripted:
+    """Return the answer of the first regular expression in the prompt; UsageError if there is none."""
+    for pattern, scripted in script.items():
+        if (match := re.search(pattern, prompt)) is not None:
+            return scripted if isinstance(scripted, str | Answer | Exception) else scripted(match)
+    raise UsageError(
+        f"script: no regular expression is found in the prompt (got {prompt!r:.{SHOWN_CHARS}}); "
+        'add one, or "" last for every other prompt'
+    )
+
+
+async def _delay(seconds: float) -> None:
+    if seconds == math.inf:
+        await asyncio.Event().wait()
+    elif seconds > 0:
+        await asyncio.sleep(seconds)
+
+
 def play(environment: Environment, policy: ScriptedPolicy, *, size: int = 4, seed: int = 0) -> Group:
-    """Run one rollout and return the group that a worker would send. Blocks; not inside an event loop.
+    """Run one rollout and return the group that a worker would send. Blocks, also in the cell of a notebook.
 
     Raises:
         InvalidGroupError: The trajectories cannot be sent.
     """
-    return asyncio.run(_played(environment, policy, size, random.Random(seed)))
+    return run_blocking(_played(environment, policy, size, random.Random(seed)))
 
 
 async def _played(environment: Environment, policy: ScriptedPolicy, size: int, rng: random.Random) -> Group:

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
     from rolloutmq.schemas.wire.replies import Durability, Rejected, RunInfo, Settled, Wait
     from rolloutmq.schemas.wire.tasks import TaskState, TaskStatus
+    from rolloutmq.services.monitor.status.run_status import RunStatus, run_status
     from rolloutmq.services.rewards.ensemble import Ensemble
     from rolloutmq.services.rewards.raters import Rater, Rating
     from rolloutmq.services.rewards.ratings import Ratings
@@ -215,6 +216,8 @@ __all__ += ["Trajectory"]
 _live_in("rolloutmq.services.worker.trajectory")
 __all__ += ["run_policy", "share_weights"]
 _live_in("rolloutmq.trainer.policy.own")
+__all__ += ["RunStatus", "run_status"]
+_live_in("rolloutmq.services.monitor.status.run_status")
 __all__ += ["Ensemble"]
 _live_in("rolloutmq.services.rewards.ensemble")
 __all__ += ["Rater", "Rating"]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from tests.descriptors import opened
+from tests.services.process.open_descriptors import opened
 
 from rolloutmq.bus.encoding.codec import checksum
 from rolloutmq.bus.files import (

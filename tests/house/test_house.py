@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FLOORS = ["bus", "launch", "schemas", "services", "trainer"]
+FLOORS = ["bus", "launch", "schemas", "services", "testing", "trainer"]
 
 
 @pytest.mark.parametrize("floor", FLOORS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("schemas", "bus", "trainer", "services", "launch")
+PACKAGES = ("schemas", "bus", "trainer", "services", "launch", "testing")
 TREES = (*PACKAGES, "benchmarks", "examples", "tests")
 ENTRIES_LIMIT = 15
 LINES_LIMIT = 700

@@ -79,6 +79,7 @@ PUBLIC = {
     "RolloutMQError": "error",
     "RunDirInUseError": "error",
     "RunInfo": "class",
+    "RunStatus": "class",
     "ScriptedPolicy": "class",
     "SegmentGoneError": "error",
     "SegmentInUseError": "error",
@@ -118,6 +119,7 @@ PUBLIC = {
     "play": "function",
     "register_rater": "function",
     "run_policy": "function",
+    "run_status": "function",
     "share_weights": "function",
 }
 ERROR_MODULES = ("errors",)

@@ -202,3 +202,36 @@ def test_the_second_moment_is_that_of_the_scores(scores: list[float]) -> None:
 
 def test_a_second_moment_that_overflows_is_infinite() -> None:
     assert build(scores=[1.5e308, -1.5e308], tokens=[[1]] * 2, mask=[[1]] * 2).rewards().m2 == math.inf
+
+
+def test_in_a_notebook_a_group_is_a_table_of_its_sequences() -> None:
+    group = build(group_id="<g>", oldest=PolicyVersion(0, 3), newest=PolicyVersion(0, 4))
+    shown = group._repr_html_()
+    assert "<caption>Group &lt;g&gt;: 2 sequences, 3 tokens, policy 0.3 to 0.4</caption>" in shown
+    assert "<tr><td>0</td><td>0.5</td><td>2</td><td>1</td><td>1 2</td></tr>" in shown
+    assert "<tr><td>1</td><td>1</td><td>1</td><td>1</td><td>3</td></tr>" in shown
+    assert repr(replace(group, env="add")) == "<Group <g> of add: 2 sequences, 3 tokens, policy 0.3 to 0.4>"
+
+
+def test_in_a_notebook_labels_empty_rows_and_masks_of_any_type_count() -> None:
+    group = build(
+        tokens=[[7, 8, 9], [], [5]],
+        mask=[[-100, 8, 9], [], [-100]],
+        scores=Column(Dtype.BF16, np.array([0x3F80, 0, 0], "<u2")),
+    )
+    shown = group._repr_html_()
+    rows = (
+        "<td>1</td><td>3</td><td>2</td>",
+        "<td>0</td><td>0</td><td>0</td>",
+        "<td>0</td><td>1</td><td>0</td>",
+    )
+    assert all(f"<tr><td>{at}</td>{row}" in shown for at, row in enumerate(rows))
+
+
+def test_in_a_notebook_a_large_group_stays_small() -> None:
+    rows = np.zeros((1000, 500), np.int32)
+    group = Group.build("g", tokens=rows, mask=np.ones_like(rows), scores=np.zeros(1000))
+    shown = group._repr_html_()
+    assert "<p>and 990 more</p>" in shown
+    assert len(shown) < 3000
+    assert len(repr(group)) < 100

@@ -1,8 +1,16 @@
 import json
+from collections.abc import Iterator
 
 import pytest
 
-from rolloutmq.schemas.printable import moment, printable, printable_lines
+from rolloutmq.schemas.printable import (
+    HTML_CHARS,
+    HTML_ROWS,
+    html_table,
+    moment,
+    printable,
+    printable_lines,
+)
 
 FORGED = "x\n2026-01-01 00:00:00.000 INFO broker all is well"
 
@@ -40,3 +48,27 @@ def test_a_time_that_no_calendar_has_is_shown_as_a_number(at: float) -> None:
 def test_a_time_is_shown_to_the_second_or_finer() -> None:
     assert len(moment(1.5)) == len("1970-01-01 00:00:01")
     assert moment(1.5, "milliseconds").endswith(".500")
+
+
+def test_a_table_is_text_whatever_it_holds() -> None:
+    shown = html_table("<b>&", ["<i>"], [["<script>alert('x')</script>\x1b[2J", 1.5]], 1)
+    assert shown == (
+        "<table><caption>&lt;b&gt;&amp;</caption><thead><tr><th>&lt;i&gt;</th></tr></thead><tbody><tr>"
+        "<td>&lt;script&gt;alert(&#x27;x&#x27;)&lt;/script&gt;\\u001b[2J</td><td>1.5</td></tr></tbody></table>"
+    )
+
+
+def test_a_table_is_of_bounded_size() -> None:
+    made = []
+
+    def rows() -> Iterator[list[str]]:
+        for row in range(1000):
+            made.append(row)
+            yield ["x" * 10_000]
+
+    shown = html_table("t", [], rows(), 1000)
+    assert len(made) == HTML_ROWS
+    assert shown.count("<tr>") == HTML_ROWS
+    assert shown.endswith("<p>and 990 more</p>")
+    assert len(shown) < HTML_ROWS * (HTML_CHARS + 100)
+    assert html_table("t", [], [["a"]] * 20, 20, limit=20).count("<tr>") == 20

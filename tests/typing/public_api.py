@@ -54,6 +54,14 @@ from rolloutmq import (
     Wait,
     play,
 )
+from rolloutmq.testing import (
+    Answer,
+    LocalBroker,
+    assert_nothing_lost,
+    assert_settled,
+    roll_out,
+    roll_out_async,
+)
 
 RUN = Path("runs/mine")
 
@@ -191,6 +199,23 @@ def a_test_of_an_environment() -> None:
     policy: Policy = ScriptedPolicy(lambda prompt: prompt)
     assert_type([play(each, ScriptedPolicy("4"), size=2) for each in environments], list[Group])
     play(object(), policy)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+def a_test_of_a_trainer() -> None:
+    answers = ScriptedPolicy({r"(\d)": lambda found: found[1], "": Answer("1", truncated=True)})
+    with LocalBroker("broker.lease_s=2") as broker:
+        assert_type(broker, LocalBroker)
+        assert_type(roll_out(Addition(), answers, 4, to=broker), list[Group])
+        assert_settled(broker, 4)
+        assert_nothing_lost(RUN, ["g"], dropped={"expired"})
+        assert_type(rolloutmq.run_status(broker.run_dir).text, str)
+    roll_out(Addition(), answers)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    ScriptedPolicy(1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+
+
+async def the_same_in_a_loop() -> None:
+    async with LocalBroker() as broker:
+        assert_type(await roll_out_async(Addition(), ScriptedPolicy("1"), 4, to=broker), list[Group])
 
 
 def again(error: RetryableError) -> None:

@@ -5,7 +5,7 @@ Nothing is computed; `report` joins the logs. A run whose broker was started by 
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -15,6 +15,9 @@ from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.services.monitor.liveness import Fate
 from rolloutmq.services.monitor.text import format
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
+
+LABEL_CHARS: Final = 9
+"""Width of the labels of a status."""
 
 
 def show_ended(layout: RunLayout, fate: Fate, as_json: bool) -> int:
@@ -69,7 +72,7 @@ def ended_text(layout: RunLayout, fate: Fate, summary: Mapping[str, Any] | None)
         rows.append(("groups", f"accepted {seen.groups_accepted} = {_by_state(seen)}"))
     rows += [("health", name) for name in seen.findings]
     rows.append(("more", f"rolloutmq report {layout.root}"))
-    return "\n".join(f"{label:<9}{text}" for label, text in rows)
+    return "\n".join(f"{label:<{LABEL_CHARS}}{text}" for label, text in rows)
 
 
 def _by_state(seen: EndedFigures) -> str:

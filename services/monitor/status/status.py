@@ -14,8 +14,8 @@ from rolloutmq.bus.engine_registry import SILENT_S, engines_of
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.schemas.errors import RolloutMQError
-from rolloutmq.schemas.files import GpuBook, GpuRecord, InferenceAddress, RunLayout
+from rolloutmq.schemas.errors import MalformedError, RolloutMQError
+from rolloutmq.schemas.files import Endpoints, GpuBook, GpuRecord, InferenceAddress, RunLayout
 from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import (
     SILENT,
@@ -33,7 +33,7 @@ from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluat
 from rolloutmq.services.monitor.report.history import Lately, ran_s, read_lately
 from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
-from rolloutmq.services.monitor.status.ended import show_ended
+from rolloutmq.services.monitor.status.ended import LABEL_CHARS, show_ended
 from rolloutmq.services.monitor.status.gpus import read_gpus
 from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
@@ -89,12 +89,35 @@ def status(where: Path, as_json: bool) -> int:
     if endpoints is None or (fate.life is RunLiveness.DEAD and not fate.broker):
         return complain(fate.say(layout), FAILED)
     try:
-        with BlockingClient(endpoints.serve) as client:
-            reply = client.request(GetStatus(), timeout_s=PATIENCE_S)
+        reply = ask(endpoints)
     except RolloutMQError as error:
         return complain(fate.say(layout) if fate.life is RunLiveness.DEAD else str(error), FAILED)
+    text, plain = described(layout, fate, reply)
+    if as_json:
+        text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
+    with reader_may_leave():
+        sys.stdout.write(printable_lines(text) + "\n")
+    return 0
+
+
+def ask(endpoints: Endpoints) -> StatusReply:
+    """Return the broker's state. Blocks for at most `PATIENCE_S`.
+
+    Raises:
+        RolloutMQError: It does not reply, or refuses.
+    """
+    with BlockingClient(endpoints.serve) as client:
+        reply = client.request(GetStatus(), timeout_s=PATIENCE_S)
     if not isinstance(reply, StatusReply):
-        return complain("unexpected reply from the broker to a status request", FAILED)
+        raise MalformedError("unexpected reply from the broker to a status request")
+    return reply
+
+
+def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, dict[str, Any]]:
+    """Return the status of a run with a broker: the lines of a label and a text, and the same as JSON objects.
+
+    Blocks for at most three seconds, while it listens for a silent orchestrator.
+    """
     known, book = supervision_of(layout), read_gpus(layout)
     heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
@@ -114,16 +137,10 @@ def status(where: Path, as_json: bool) -> int:
         read_lately(layout),
         ran_s(layout, wall),
     )
-    if as_json:
-        orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
-        supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
-        plain = status_json(reply, also, supervision=supervision, life=fate.life)
-        text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
-    else:
-        text = "\n".join([status_text(reply, also, wall), *_dead(fate, layout)])
-    with reader_may_leave():
-        sys.stdout.write(printable_lines(text) + "\n")
-    return 0
+    orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
+    supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
+    plain = status_json(reply, also, supervision=supervision, life=fate.life)
+    return "\n".join([status_text(reply, also, wall), *_dead(fate, layout)]), plain
 
 
 def _configures_workers(layout: RunLayout) -> bool:
@@ -135,7 +152,11 @@ def _configures_workers(layout: RunLayout) -> bool:
 
 
 def _dead(fate: Fate, layout: RunLayout) -> list[str]:
-    return [f"{'DEAD':<9}{fate.say(layout)}"] if fate.life is RunLiveness.DEAD and not fate.elsewhere else []
+    return (
+        [f"{'DEAD':<{LABEL_CHARS}}{fate.say(layout)}"]
+        if fate.life is RunLiveness.DEAD and not fate.elsewhere
+        else []
+    )
 
 
 def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any) -> dict[str, Any]:
@@ -230,7 +251,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         rows.append(("refused", f"{reply.rejected_messages} messages ({reasons})"))
     elif arenas := {why: n for why, n in reply.rejected_by_reason.items() if why.startswith("arena_")}:
         rows.append(("arenas", _arenas(arenas, framed=bool(reply.as_frames))))
-    return "\n".join(f"{label:<9}{text}" for label, text in rows)
+    return "\n".join(f"{label:<{LABEL_CHARS}}{text}" for label, text in rows)
 
 
 def _up(reply: StatusReply, ran: float | None) -> str:

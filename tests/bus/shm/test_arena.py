@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
-from tests.descriptors import opened
+from tests.services.process.open_descriptors import opened
 
 from rolloutmq.bus.shm import arena
 from rolloutmq.bus.shm.arena import TRIM_S, Arena, MappedArena, MappedArenas

@@ -14,7 +14,7 @@ import pytest
 from tests.house.distribution.checkout import ROOT
 from tests.house.distribution.conftest import LINKS
 
-FLOORS = ("bus", "launch", "schemas", "services", "trainer")
+FLOORS = ("bus", "launch", "schemas", "services", "testing", "trainer")
 PAGES, IMAGES = (f"{LINKS.format(view=view)}/" for view in ("blob", "raw"))
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)]+)\)")
 

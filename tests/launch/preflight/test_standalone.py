@@ -144,3 +144,8 @@ def test_what_it_raises_there_is_raised(tmp_path: Path) -> None:
 
     with pytest.raises(OSError, match="no sandbox"):
         rolled_out(config(tmp_path), Unentered(), Plan(1))
+
+
+def test_the_first_failure_may_be_the_last_rollout(tmp_path: Path) -> None:
+    groups, failures = rolled_out(config(tmp_path), Failing(), Plan(60, ends_with_failure=True))
+    assert (len(groups), failures) == (0, ["ValueError: odd"])

@@ -1,13 +1,17 @@
 """The scripted policy behaves like the real one."""
 
 import asyncio
+import math
+import random
 
 import pytest
 
-from rolloutmq.schemas.errors import UsageError
+from rolloutmq.schemas.errors import PolicyRefusedError, UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.worker.completion import Completion
+from rolloutmq.services.worker.environment import SingleTurn
 from rolloutmq.services.worker.policy import Policy
-from rolloutmq.services.worker.scripted import END, LOGPROB, ScriptedPolicy
+from rolloutmq.services.worker.scripted import END, LOGPROB, Answer, ScriptedPolicy, play
 from rolloutmq.services.worker.trajectory import Trajectory
 
 
@@ -41,6 +45,72 @@ def test_a_script_has_no_server() -> None:
     policy: Policy = ScriptedPolicy("a")
     with pytest.raises(UsageError, match="no server"):
         policy.endpoint()
+
+
+def test_the_first_regular_expression_in_the_prompt_answers() -> None:
+    policy = ScriptedPolicy(
+        {r"(\d)\+(\d)": lambda found: str(int(found[1]) + int(found[2])), "weather": "rain"}
+    )
+    answers = [asyncio.run(policy.complete(prompt))[0].text for prompt in ("is 2+3=", "the weather?")]
+    assert answers == ["5", "rain"]
+    with pytest.raises(UsageError, match=r"no regular expression is found in the prompt \(got 'else'\)"):
+        asyncio.run(policy.complete("else"))
+
+
+def test_exact_tokens_are_given_back_exactly() -> None:
+    policy = ScriptedPolicy(Answer("hi", token_ids=[7, 5, 2], logprobs=[-0.1, -0.2, -0.3]))
+    (answer,) = asyncio.run(policy.complete([1, 9], max_tokens=1))
+    assert (answer.text, answer.prompt_token_ids, answer.token_ids) == ("hi", [1, 9], [7, 5, 2])
+    assert (answer.logprobs, answer.finish_reason) == ([-0.1, -0.2, -0.3], "stop")
+    (answer,) = asyncio.run(ScriptedPolicy(Answer(token_ids=[7, 5])).complete("q"))
+    assert answer.logprobs == [LOGPROB] * 2
+
+
+def test_a_truncated_answer_has_no_end() -> None:
+    (answer,) = asyncio.run(ScriptedPolicy(Answer("ab", truncated=True)).complete("q"))
+    assert (answer.token_ids, answer.finish_reason) == ([ord("a"), ord("b")], "length")
+
+
+def test_a_scripted_error_is_raised_in_its_turn() -> None:
+    policy = ScriptedPolicy(["a", PolicyRefusedError(400, "too long")])
+    assert asyncio.run(policy.complete("q"))[0].text == "a"
+    with pytest.raises(PolicyRefusedError, match="too long"):
+        asyncio.run(policy.chat([{"role": "user", "content": "q"}]))
+    assert asyncio.run(policy.complete("q"))[0].text == "a"
+
+
+async def test_an_answer_may_be_late_or_never_come() -> None:
+    policy = ScriptedPolicy([Answer("late", delay_s=0.01), Answer(delay_s=math.inf)])
+    assert (await policy.complete("q"))[0].text == "late"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await policy.complete("q")
+
+
+def test_calls_are_recorded_as_they_were_made() -> None:
+    policy = ScriptedPolicy("a")
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    asyncio.run(policy.chat(messages, n=2, max_tokens=3, temperature=0.5, stop="."))
+    asyncio.run(policy.complete([4, 5]))
+    chat, complete = policy.calls
+    assert (chat.prompt, chat.messages, chat.n, chat.max_tokens) == ("s\nq", tuple(messages), 2, 3)
+    assert (chat.temperature, chat.stop) == (0.5, (".",))
+    assert (complete.token_ids, complete.messages) == ([4, 5], None)
+    assert policy.prompts == [chat.prompt, complete.prompt]
+
+
+async def test_a_rollout_runs_in_the_cell_of_a_notebook() -> None:
+    class Echo(SingleTurn[str]):
+        def task(self, rng: random.Random) -> str:  # noqa: ARG002
+            return "q"
+
+        def prompt(self, task: str) -> str:
+            return task
+
+        def score(self, task: str, completion: Completion) -> float:
+            return float(task == completion.text)
+
+    assert list(play(Echo(), ScriptedPolicy("q"), size=2).scores) == [1.0, 1.0]
 
 
 async def test_a_turn_continues_the_tokens_of_those_before() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from tests.descriptors import opened
+from tests.services.process.open_descriptors import opened
 from tests.trainer.weights.conftest import Shares
 from tests.trainer.weights.models import TOKENS, logits, on_meta
 from torch import nn

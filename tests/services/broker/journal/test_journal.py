@@ -5,7 +5,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.descriptors import opened
 from tests.services.broker.journal.journals import (
     SMALL,
     Driven,
@@ -19,6 +18,7 @@ from tests.services.broker.journal.journals import (
     served,
     snapshot,
 )
+from tests.services.process.open_descriptors import opened
 
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.event_buffer import Entry

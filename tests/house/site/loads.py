@@ -1,4 +1,4 @@
-"""Files from other hosts that a page of the built site would load: `python tests/house/site_loads.py site`.
+"""Files from other hosts that a page of the built site would load: `python tests/house/site/loads.py site`.
 
 Scripts, styles, fonts, images and frames count; links for a reader to follow do not. Exit code 1 if there is one.
 """

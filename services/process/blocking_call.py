@@ -1,0 +1,55 @@
+"""A coroutine as a blocking call, also inside a running event loop: the cell of a notebook is in one.
+
+Without a running loop the coroutine runs in the calling thread, so that a debugger and Ctrl-C are where they always
+are. Inside one it runs in a loop of another thread, since a loop cannot run in a loop; the outer one waits meanwhile.
+"""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+
+def run_blocking(work: Coroutine[Any, Any, R]) -> R:
+    """Run a coroutine to its end and return its result. Blocks.
+
+    Ctrl-C cancels the coroutine and waits for its end.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    return _in_thread(work)
+
+
+def _in_thread(work: Coroutine[Any, Any, R]) -> R:
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[R]]] = Future()
+    ended: Future[R] = Future()
+
+    async def supervised() -> R:
+        task = asyncio.ensure_future(work)
+        started.set_result((asyncio.get_running_loop(), task))
+        return await task
+
+    def main() -> None:
+        try:
+            ended.set_result(asyncio.run(supervised()))
+        except BaseException as error:  # noqa: BLE001 - raised in the calling thread
+            ended.set_exception(error)
+
+    thread = threading.Thread(target=main, name="rolloutmq call")
+    try:
+        thread.start()  # waits for it, so Ctrl-C may come here too
+        return ended.result()
+    except (KeyboardInterrupt, SystemExit):
+        if not ended.done():
+            loop, task = started.result()
+            with suppress(RuntimeError):  # it has ended since
+                loop.call_soon_threadsafe(task.cancel)
+        raise
+    finally:
+        thread.join()

@@ -1,0 +1,55 @@
+"""The status of a run as an object: of a live broker, of a run that has ended, and of none."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rolloutmq import run_status
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.schemas.errors import MissingError
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.services.monitor.status.run_status import LINES, RunStatus
+from rolloutmq.services.monitor.status.status import status
+from rolloutmq.testing import LocalBroker
+
+
+def test_a_live_run_says_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    with LocalBroker() as broker:
+        found = run_status(broker.run_dir)
+        assert status(broker.run_dir, as_json=True) == 0
+    assert found.life == "living"
+    assert str(found) == found.text == repr(found)
+    labels = [line.split()[0] for line in found.text.splitlines()]
+    assert labels == ["run", "journal", "step", "queue", "flow", "why", "groups", "workers"]
+    assert found.figures.keys() == json.loads(capsys.readouterr().out).keys()
+
+
+async def test_it_answers_in_the_cell_of_a_notebook_as_a_table() -> None:
+    async with LocalBroker() as broker:
+        shown = run_status(str(broker.run_dir))._repr_html_()
+        title = f"Status of {broker.run_dir}"
+    assert shown.startswith(f"<table><caption>{title}</caption><tbody><tr><td>run</td><td>")
+    assert "<tr><td>step</td><td>0</td></tr>" in shown
+
+
+def test_names_of_peers_are_escaped_and_lines_bounded(tmp_path: Path) -> None:
+    hostile = RunStatus(tmp_path, "living", "lane     <img src=x>&\n" * 1000, {})
+    shown = hostile._repr_html_()
+    assert "<tr><td>lane</td><td>&lt;img src=x&gt;&amp;</td></tr>" in shown
+    assert shown.count("<tr>") == LINES
+    assert "<p>and 900 more</p>" in shown
+
+
+def test_a_run_that_has_ended_says_how(run_dir: Path) -> None:
+    write_json(RunLayout(run_dir).summary, {"ended": "the trainer is done"})
+    found = run_status(run_dir)
+    assert (found.life, found.figures["ended"]) == ("ended", "the trainer is done")
+    assert "the trainer is done" in found.text
+    assert found._repr_html_().count("<tr>") == len(found.text.splitlines()) > 1
+
+
+def test_without_a_run_there_is_no_broker_and_without_a_directory_an_error(tmp_path: Path) -> None:
+    assert run_status(tmp_path).life == "absent"
+    with pytest.raises(MissingError, match="start a run with"):
+        run_status(tmp_path / "none")

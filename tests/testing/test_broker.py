@@ -1,0 +1,99 @@
+"""The broker for tests: a real one, that leaves nothing behind."""
+
+from pathlib import Path
+
+import pytest
+
+from rolloutmq import Consumer, Group, Producer
+from rolloutmq.bus.rundir import read_run
+from rolloutmq.schemas.errors import AddressInUseError, ConfigError, UsageError
+from rolloutmq.schemas.wire.replies import Durability
+from rolloutmq.testing import LocalBroker
+
+PATIENCE_S = 60.0
+
+
+def group(name: str) -> Group:
+    return Group.build(name, tokens=[[1, 2], [1, 3]], mask=[[0, 1], [0, 1]], scores=[0.0, 1.0])
+
+
+def send(broker: LocalBroker, *names: str) -> None:
+    with Producer.blocking(broker.run_dir, env="e", producer="e-0", timeout_s=PATIENCE_S) as producer:
+        for name in names:
+            producer.send(group(name), timeout_s=PATIENCE_S)
+
+
+def pulled(broker: LocalBroker, sequences: int) -> list[str]:
+    with Consumer.blocking(broker.run_dir, sequences=sequences, timeout_s=PATIENCE_S) as consumer:
+        batch = next(iter(consumer))
+        batch.ack(timeout_s=PATIENCE_S)
+        return [one.group_id for one in batch.groups]
+
+
+def test_a_trainer_gets_what_a_producer_sends_and_nothing_is_left() -> None:
+    with LocalBroker() as broker:
+        run_dir = broker.run_dir
+        send(broker, "g-1", "g-2")
+        assert pulled(broker, 4) == ["g-1", "g-2"]
+    assert not run_dir.exists()
+
+
+async def test_it_is_an_asynchronous_context_manager_too() -> None:
+    async with (
+        LocalBroker() as broker,
+        Producer.open(broker.run_dir, env="e", timeout_s=PATIENCE_S) as producer,
+        Consumer.open(broker.run_dir, sequences=2, timeout_s=PATIENCE_S) as consumer,
+    ):
+        await producer.send(group("g-1"), timeout_s=PATIENCE_S)
+        batch = await anext(aiter(consumer))
+        await batch.ack(timeout_s=PATIENCE_S)
+        assert [one.group_id for one in batch.groups] == ["g-1"]
+
+
+def test_a_given_directory_is_kept_with_its_groups(tmp_path: Path) -> None:
+    broker = LocalBroker(run_dir=tmp_path / "run")
+    with broker:
+        send(broker, "g-1")
+    with broker:
+        assert pulled(broker, 2) == ["g-1"]
+
+
+def test_clients_survive_a_restart() -> None:
+    with LocalBroker() as broker:
+        with Producer.blocking(broker.run_dir, env="e", timeout_s=PATIENCE_S) as producer:
+            producer.send(group("g-1"), timeout_s=PATIENCE_S)
+            broker.restart()
+            producer.send(group("g-2"), timeout_s=PATIENCE_S)
+        assert pulled(broker, 4) == ["g-1", "g-2"]
+
+
+def test_settings_and_a_file_configure_it(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[trainer]\nsteps = 1\n[environment.e]\nentry = "e.py:E"\n')
+    with LocalBroker("broker.lease_s=7", "broker.durability=memory", config=file) as broker:
+        config, _ = read_run(broker.run_dir)
+        assert (config.broker.lease_s, config.trainer.steps) == (7, 1)
+        assert config.broker.durability is Durability.MEMORY
+        send(broker, "g-1")
+        with Consumer.blocking(broker.run_dir, sequences=2, timeout_s=PATIENCE_S) as consumer:
+            assert [batch.ack(timeout_s=PATIENCE_S) and batch.step for batch in consumer] == [1]
+
+
+def test_a_wrong_setting_leaves_nothing_behind() -> None:
+    broker = LocalBroker("broker.lease=7")
+    with pytest.raises(ConfigError, match="did you mean `lease_s`"):
+        broker.start()
+    with pytest.raises(UsageError, match="no run directory"):
+        _ = broker.run_dir
+
+
+def test_misuse_is_an_error(tmp_path: Path) -> None:
+    broker = LocalBroker(run_dir=tmp_path / "run")
+    with pytest.raises(UsageError, match="does not run"):
+        broker.restart()
+    with broker:
+        with pytest.raises(UsageError, match="runs already"):
+            broker.start()
+        with pytest.raises(AddressInUseError):
+            LocalBroker(run_dir=tmp_path / "run").start()
+    broker.stop()

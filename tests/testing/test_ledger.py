@@ -1,0 +1,92 @@
+"""Assertions on the ledger name every group that they miss."""
+
+from pathlib import Path
+
+import pytest
+
+from rolloutmq import Consumer, Group, Producer, Rejected
+from rolloutmq.schemas.errors import MissingError, UsageError
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.testing import LocalBroker, assert_nothing_lost, assert_settled, read_ledger
+
+PATIENCE_S = 60.0
+SENT = ("g-1", "g-2", "g-3", "g-4")
+
+
+def send(run_dir: Path, *names: str, ack_log: Path | None = None) -> None:
+    opened = Producer.blocking(run_dir, env="e", producer="e-0", ack_log=ack_log, timeout_s=PATIENCE_S)
+    with opened as producer:
+        for name in names:
+            group = Group.build(name, tokens=[[1, 2]], mask=[[0, 1]], scores=[1.0])
+            producer.send(group, timeout_s=PATIENCE_S)
+
+
+def settle(run_dir: Path, *, filtered: tuple[str, ...] = (), rejected: tuple[str, ...] = ()) -> None:
+    """Settle one batch of three groups."""
+    with Consumer.blocking(run_dir, sequences=3, timeout_s=PATIENCE_S) as consumer:
+        batch = next(iter(consumer))
+        bad = [Rejected(group_id=name, reason="not mine") for name in rejected]
+        consumer.settle(batch, filtered=filtered, rejected=bad, timeout_s=PATIENCE_S)
+
+
+def test_settled_groups_are_counted_and_the_others_named() -> None:
+    with LocalBroker() as broker:
+        send(broker.run_dir, *SENT)
+        assert_settled(broker, 0)
+        settle(broker.run_dir, filtered=("g-2",))
+        assert_settled(broker, 3)
+        assert_settled(broker.run_dir, 3)
+        states = read_ledger(broker).states
+        assert states == {"g-1": "trained", "g-2": "filtered", "g-3": "trained", "g-4": "queued"}
+        with pytest.raises(
+            AssertionError, match=r"^3 groups settled, 4 expected; not settled: g-4 \(queued\)$"
+        ):
+            assert_settled(broker, 4)
+        with pytest.raises(AssertionError, match="2 expected"):
+            assert_settled(broker, 2)
+
+
+def test_nothing_is_lost_while_a_group_waits() -> None:
+    with LocalBroker() as broker:
+        send(broker.run_dir, *SENT)
+        settle(broker.run_dir)
+        assert_nothing_lost(broker, SENT)
+        broker.restart()
+        assert_nothing_lost(broker, SENT)
+
+
+def test_a_group_that_was_not_accepted_is_named() -> None:
+    with LocalBroker() as broker:
+        send(broker.run_dir, "g-1")
+        with pytest.raises(AssertionError, match=r"^1 lost: g-2 \(never accepted\)$"):
+            assert_nothing_lost(broker, ["g-1", "g-2"])
+
+
+def test_a_dropped_group_is_named_with_the_reason_unless_it_is_allowed() -> None:
+    with LocalBroker() as broker:
+        send(broker.run_dir, *SENT)
+        settle(broker.run_dir, rejected=("g-3",))
+        with pytest.raises(AssertionError, match=r"^1 lost: g-3 \(dead: .*not mine"):
+            assert_nothing_lost(broker, SENT)
+        assert_nothing_lost(broker, SENT, dropped={"dead"})
+
+
+def test_a_group_whose_record_is_gone_is_named(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    with LocalBroker(run_dir=layout.root) as broker:
+        layout.acks.mkdir()
+        send(broker.run_dir, "g-1", "g-2", ack_log=layout.ack_log("e-0"))
+    for segment in layout.journal.glob("groups-*.rmq"):
+        segment.unlink()
+    with pytest.raises(AssertionError, match=r"^2 lost: group g-1 .* is gone, group g-2 .* is gone$"):
+        assert_nothing_lost(layout.root)
+
+
+def test_without_a_journal_there_is_no_ledger(tmp_path: Path) -> None:
+    with (
+        LocalBroker("broker.durability=memory") as broker,
+        pytest.raises(UsageError, match="keeps no journal"),
+    ):
+        assert_settled(broker, 0)
+    with pytest.raises(MissingError):
+        assert_nothing_lost(tmp_path)
