@@ -261,11 +261,9 @@ class SaturationDetector:
         if measured is None:
             return new
         new = new._judged(measured, uses, now)
-        return (
-            new
-            if new.capacity
-            else replace(new, meters={env: one.proven() for env, one in new.meters.items()})
-        )
+        if new.capacity:
+            return new
+        return replace(new, meters={env: one.proven() for env, one in new.meters.items()})
 
     def limit(self, use: ServerUse, uses: Sequence[ServerUse]) -> ServerLimit:
         """Return what the servers allow one environment."""
@@ -298,6 +296,10 @@ class SaturationDetector:
             )
             for one in uses
         }
+
+    def _unslowed(self, use: ServerUse, pace: float) -> float:
+        """Return the pace of a worker among fewer, if tokens tell it."""
+        return unslowed(self.meters, use.env, pace) if use.trusts_tokens else pace
 
     def _ready(self, use: ServerUse) -> float:
         """Return the availability to count with: the former one until it has clearly changed."""
@@ -374,7 +376,7 @@ class SaturationDetector:
             if own is not None:
                 paces[one.env] = own
             if pace is not None:
-                size += span.workers * (best or unslowed(self.meters, one.env, pace))
+                size += span.workers * (best or self._unslowed(one, pace))
                 total += span.workers * pace
             else:
                 rest.add(span, best or own or one.pace or 0.0)
@@ -398,7 +400,7 @@ class SaturationDetector:
     def _judged(self, seen: _Measured, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
         new = self._anew(uses, now, self.begun.keys() - seen.paces.keys())
         if unknown := {env: pace for env, pace in seen.paces.items() if env not in self.bests}:
-            bests = {env: unslowed(self.meters, env, pace) for env, pace in unknown.items()}
+            bests = {one.env: self._unslowed(one, unknown[one.env]) for one in uses if one.env in unknown}
             new = replace(new, bests={**self.bests, **bests})
         if not self.proven:
             return new._first(seen, now)

@@ -1,4 +1,3 @@
-from collections.abc import Mapping
 from dataclasses import replace
 
 import msgspec
@@ -98,7 +97,7 @@ def test_the_usual_rules_waste_workers_or_move_them(law: str) -> None:
 class WithoutTokens(OwnControllers):
     """The orchestrator's autoscaler, where workers report no completions."""
 
-    def decide(self, seen: Telemetry) -> Mapping[str, int]:
+    def decide(self, seen: Telemetry) -> dict[str, int]:
         """See `Controllers`."""
         if seen.pressure is not None:
             silent = msgspec.structs.replace(seen.pressure, completions={}, completion_tokens={})
