@@ -45,6 +45,9 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         late_members: Sequences missing from its groups because a deadline had passed.
         untaught: Abandoned groups that the teacher refused, or failed on too often.
         error: Last error of the environment, one line.
+        completions: Completions that its rollouts got from the policy so far, those of rollouts in progress included;
+            not those of an evaluation beside the training. 0 if it samples in another way.
+        completion_tokens: Their sampled tokens.
         waits_for: Service other than the broker for which finished rollouts wait, their number and the reason; empty
             if there is none.
     """
@@ -61,6 +64,8 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
     error: Annotated[str, Meta(max_length=2000)] = ""
     late_members: Count = 0
     untaught: Count = 0
+    completions: Count = 0
+    completion_tokens: Count = 0
     waits_for: Annotated[str, Meta(max_length=1000)] = ""
 
 
@@ -331,6 +336,10 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     by the time in which the trainer trained. 0 before the first."""
     blocked_s: dict[str, float] = {}
     """Seconds that rollout slots have waited for credit since the start of the broker, by environment."""
+    completions: dict[str, int] = {}
+    """Completions of `WorkerBeat` since the start of the broker, by environment."""
+    completion_tokens: dict[str, int] = {}
+    """Their tokens."""
     free_environments: Count = 0
     """Further environments that the broker can take now."""
 

@@ -193,6 +193,62 @@ class GreedyPolicy:
             yield replace(endpoint, greedy=True)
 
 
+class CountingPolicy:
+    """A policy that counts what it samples: the autoscaler reads from it how fast running rollouts advance.
+
+    Attributes:
+        completions: Completions so far.
+        tokens: Their sampled tokens.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.completions = 0
+        self.tokens = 0
+
+    async def complete(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `Policy.complete`."""
+        completions = await self._policy.complete(
+            prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
+        )
+        self._count(completions)
+        return completions
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        n: int = 1,
+        max_tokens: int = MAX_TOKENS,
+        temperature: float = 1.0,
+        stop: str | Sequence[str] | None = None,
+    ) -> list[Completion]:
+        """See `Policy.chat`."""
+        completions = await self._policy.chat(
+            messages, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
+        )
+        self._count(completions)
+        return completions
+
+    @asynccontextmanager
+    async def endpoint(self) -> AsyncIterator["Endpoint"]:
+        """See `Policy.endpoint`."""
+        async with self._policy.endpoint() as endpoint:
+            yield replace(endpoint, heard=self._count)
+
+    def _count(self, completions: list[Completion]) -> None:
+        self.completions += len(completions)
+        self.tokens += sum(len(one.token_ids) for one in completions)
+
+
 class NoPolicy:
     """The policy of a run without an inference server: an environment that samples by itself never asks it."""
 

@@ -49,7 +49,7 @@ from rolloutmq.services.worker.heartbeat import Heartbeat
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
-from rolloutmq.services.worker.policy import NoPolicy, Policy
+from rolloutmq.services.worker.policy import CountingPolicy, NoPolicy, Policy
 from rolloutmq.services.worker.rollouts import TRACEBACK_EVERY_S, RateLimitedLog, Rollouts
 from rolloutmq.services.worker.teacher_client import TeacherClient
 from rolloutmq.services.worker.user_code.exits import contain_exits
@@ -112,6 +112,7 @@ class Worker:
         self._producer: Producer | None = None
         self._evaluating: Producer | None = None
         self._rollouts: Rollouts | None = None
+        self._counting: CountingPolicy | None = None
         self._answers: Rollouts | None = None
         """Those that answer the evaluation beside the training; no heartbeat tells of them."""
         self._teacher: TeacherClient | None = None
@@ -151,6 +152,8 @@ class Worker:
             error=self.error or (rollouts.error if rollouts else ""),
             late_members=rollouts.late_members if rollouts else 0,
             untaught=rollouts.untaught if rollouts else 0,
+            completions=self._counting.completions if self._counting else 0,
+            completion_tokens=self._counting.tokens if self._counting else 0,
             waits_for=self._teacher.wait(time.monotonic()) if self._teacher else "",
         )
 
@@ -240,6 +243,7 @@ class Worker:
                 if isinstance(environment, AbstractAsyncContextManager):
                     await stack.enter_async_context(environment)
                 policy = await self._policy(stack)
+                counting = CountingPolicy(policy)
                 producer = await self._opened(stack)
                 tasks = await self._tasks(stack, producer)
                 stack.enter_context(joined(environment, self.env, self.name, self.layout))
@@ -253,12 +257,12 @@ class Worker:
             return None
         finally:
             self._starting = None
-        self._producer = producer
+        self._producer, self._counting = producer, counting
         self._rollouts = Rollouts(
             self.name,
             self.section,
             environment,
-            policy,
+            counting,
             producer,
             seed=self.config.run.seed,
             tasks=tasks,

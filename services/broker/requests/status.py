@@ -92,6 +92,8 @@ class StatusReporter:
             starved_s=state.starved_s,
             settled_busy_s=state.settled_busy_s,
             blocked_s=dict(state.workers.blocked_s),
+            completions=dict(state.workers.completions),
+            completion_tokens=dict(state.workers.completion_tokens),
             free_environments=self._vacancies.free(),
         )
 

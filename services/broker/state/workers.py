@@ -43,6 +43,9 @@ class Workers:
         """Sequences that arrived too late for their groups, by environment, in this life of the broker."""
         self.blocked_s: defaultdict[str, float] = defaultdict(float)
         """Seconds that rollout slots waited for credit, by environment, in this life of the broker."""
+        self.completions: Counter[str] = Counter()
+        self.completion_tokens: Counter[str] = Counter()
+        """Completions of training rollouts and their tokens, by environment, in this life of the broker."""
 
     def beat(self, beat: WorkerBeat, now: float) -> bool:
         """Note a heartbeat; False if the table is full."""
@@ -62,6 +65,7 @@ class Workers:
             self.late_members[beat.env] += beat.late_members - so_far
         if before is not None and not other:
             self._count_blocked(beat.env, beat.blocked_s - before[0].blocked_s)
+            self._count_completions(beat, before[0])
         self._beats[beat.worker] = beat, now
         if order is not None and beat.state in _CONFIRMED:
             order.confirmed = True
@@ -70,6 +74,16 @@ class Workers:
     def _count_blocked(self, env: str, seconds: float) -> None:
         if seconds > 0.0 and (env in self.blocked_s or len(self.blocked_s) < WORKERS_LIMIT):
             self.blocked_s[env] += seconds
+
+    def _count_completions(self, beat: WorkerBeat, before: WorkerBeat) -> None:
+        completions, tokens = (
+            beat.completions - before.completions,
+            beat.completion_tokens - before.completion_tokens,
+        )
+        is_known = beat.env in self.completions or len(self.completions) < WORKERS_LIMIT
+        if completions > 0 and tokens > 0 and is_known:
+            self.completions[beat.env] += completions
+            self.completion_tokens[beat.env] += tokens
 
     def last(self, worker: str) -> WorkerBeat | None:
         """Return the last heartbeat of a worker."""

@@ -31,6 +31,7 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import (
     WorkerRoom,
     sample_of,
 )
+from rolloutmq.services.orchestrator.autoscaling.progress import Sampled
 from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector, ServerUse
 
 logger = logging.getLogger(__name__)
@@ -109,6 +110,14 @@ class ScaleTarget:
             max(rates.available, LEAST_AVAILABLE),
             rates.demand,
             0.0 if rates.last is None else rates.last.starved_s,
+            Sampled(
+                rates.running,
+                self.slots * self.group_size,
+                self.group_size,
+                rates.running_all_s,
+                rates.completions_all,
+                rates.tokens_all,
+            ),
         )
 
     def missing(self, crew: WorkerCounts) -> int:

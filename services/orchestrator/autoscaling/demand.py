@@ -101,6 +101,10 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     """`made`, busy and present worker time without decay, for differences."""
     counted_s: float = 0.0
     """Time that these count: not that in which arrivals say nothing."""
+    completions_all: int = 0
+    tokens_all: int = 0
+    running_all_s: float = 0.0
+    """Completions, their tokens, and the time in which running workers did not wait, without decay."""
     per_worker: float | None = None
     """Throughput of one worker that does not wait, in sequences per second; None while unknown."""
     available: float = 1.0
@@ -185,7 +189,7 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             new = replace(new, was_away=False)._settled(
                 seen.eaten - last.eaten, now, exact_s, min(elapsed, SAMPLES_S)
             )
-        new = new._made(seen, last, elapsed)
+        new = new._sampled(seen, last, elapsed)._made(seen, last, elapsed)
         if new.away and new.silent:  # the duration of this batch depends on the teacher
             return replace(new, open_s=0.0, settled_at=-math.inf)
         return new
@@ -211,6 +215,17 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             open_s=0.0,
             settled_at=at,
             step_s=took_s if not self.step_s else self.step_s + (took_s - self.step_s) * STEP_PART,
+        )
+
+    def _sampled(self, seen: PressureSample, last: PressureSample, elapsed: float) -> "DemandEstimator":
+        """Count completions. Draining workers get some, too: they count as running."""
+        workers = (seen.crew.ready + seen.crew.draining + last.crew.ready + last.crew.draining) / 2.0
+        blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
+        return replace(
+            self,
+            completions_all=self.completions_all + max(0, seen.completions - last.completions),
+            tokens_all=self.tokens_all + max(0, seen.completion_tokens - last.completion_tokens),
+            running_all_s=self.running_all_s + max(0.0, elapsed * workers - blocked_s),
         )
 
     def _made(self, seen: PressureSample, last: PressureSample, elapsed: float) -> "DemandEstimator":
@@ -282,6 +297,11 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     def delivering(self) -> int:
         """Return the workers whose rollouts arrive now, and those that crashed and start again."""
         return self.readies[0][2] if self.readies else 0
+
+    @property
+    def running(self) -> int:
+        """Return the workers that are ready, whether their rollouts arrive yet or not."""
+        return self.last.crew.ready if self.last is not None else 0
 
     @property
     def _quick_s(self) -> float:

@@ -97,6 +97,8 @@ class PressureSample:
         slots: Concurrent rollouts of one worker.
         group_sequences: Sequences of one group.
         rollout_s: Mean rollout time of a group; 0 while unknown.
+        completions: Completions that its training rollouts got from the policy.
+        completion_tokens: Their sampled tokens.
         engines: Inference servers that serve; 0 if unknown.
         server: What they allow.
         room: Other limit on the workers, if any.
@@ -121,6 +123,8 @@ class PressureSample:
     slots: int = 1
     group_sequences: int = 1
     rollout_s: float = 0.0
+    completions: int = 0
+    completion_tokens: int = 0
     engines: int = 0
     server: ServerLimit = ServerLimit()
     room: WorkerRoom | None = None
@@ -186,6 +190,8 @@ def sample_of(
         blocked_s=pressure.blocked_s.get(env, 0.0),
         slots=slots,
         group_sequences=group_sequences,
+        completions=pressure.completions.get(env, 0),
+        completion_tokens=pressure.completion_tokens.get(env, 0),
         wanted=pressure.wanted.get(env),
         untaught=sum(
             bool(worker.waits_for)

@@ -11,6 +11,9 @@ tell how fast the workers are. If they are about as fast as fewer were, their si
 free. If they are clearly slower, they share a full server: its capacity is their throughput, and the environments scale
 back to it, each to its share. If throughput then drops, there was no saturation.
 
+Where rollouts take minutes, the tokens of their completions confirm a growth before groups can: see `progress`. Workers
+that load the servers and deliver nothing yet are not judged by groups.
+
 Longer rollouts look the same: the fleet grows, and its throughput stays. A fleet that makes what the trainer demands is
 not full. Once rollouts seem to have become `LONGER` times longer, the next growth is tested with fewer workers. Another
 engine is expected to feed as many as each of the others.
@@ -29,6 +32,13 @@ from typing import Final
 from rolloutmq.services.orchestrator.autoscaling.budget import divide
 from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND
 from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
+from rolloutmq.services.orchestrator.autoscaling.progress import (
+    Meters,
+    ProgressMeter,
+    Sampled,
+    reach,
+    unslowed,
+)
 
 GROUPS: Final = 24
 """Arrived groups that tell a throughput: to about a tenth, since rollouts spread less than chance."""
@@ -40,6 +50,9 @@ CYCLES: Final = 1.0
 SLOW_CYCLES: Final = 2.0
 SLOW_S: Final = 120.0
 """Rollouts, and seconds, after which one group of each worker is enough: some rollouts take an hour."""
+LONG_S: Final = 30.0
+"""Rollouts from which tokens may confirm growth. Of shorter ones groups tell as early, and of two noisy measurements
+the one that lets more workers start would count."""
 SOON_S: Final = 15.0
 """Time for `GROUPS` within which growth waits for a measurement if a worker became slower."""
 SURE_GROUPS: Final = 200
@@ -104,6 +117,7 @@ class ServerUse:
         available: Part of their time in which its workers are ready; the others crashed and start again.
         demand: Sequences per second the trainer would consume; None while unknown.
         starved_s: Time in which the trainer waited, in total.
+        sampled: What its workers have sampled, whether their rollouts arrive yet or not.
     """
 
     env: str
@@ -120,6 +134,13 @@ class ServerUse:
     available: float = 1.0
     demand: float | None = None
     starved_s: float = 0.0
+    sampled: Sampled = field(default_factory=Sampled)
+
+    @property
+    def trusts_tokens(self) -> bool:
+        """Return whether tokens may confirm growth: rollouts are long, and enough groups have arrived to know how many
+        workers to grow to."""
+        return self.rollout_s >= LONG_S and self.made >= self.group_sequences * min(OWN_GROUPS, self.workers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,6 +243,8 @@ class SaturationDetector:
     """Availability that the limit of each environment counts with: each crash would move the limit to and fro."""
     engines: int = 0
     """Inference servers; a change of their number discards the capacity."""
+    meters: Meters = field(default_factory=dict)
+    """Paces within rollouts, by environment."""
 
     def looked(self, uses: Sequence[ServerUse], engines: int, now: float) -> "SaturationDetector":
         """Return the state after one more sample."""
@@ -233,20 +256,26 @@ class SaturationDetector:
         present = {one.env for one in uses if one.workers}
         if abs(size - new.size) > like + 1e-9 or present != new.begun.keys():
             new = new._anew(uses, now, {env for env in new.begun if env not in new.bests})
-        new = replace(new, ready={one.env: new._ready(one) for one in uses})
+        new = replace(new, ready={one.env: new._ready(one) for one in uses}, meters=new._metered(uses))
         measured = new._measured(uses, now)
-        return new if measured is None else new._judged(measured, uses, now)
+        if measured is None:
+            return new
+        new = new._judged(measured, uses, now)
+        if new.capacity:
+            return new
+        return replace(new, meters={env: one.proven() for env, one in new.meters.items()})
 
     def limit(self, use: ServerUse, uses: Sequence[ServerUse]) -> ServerLimit:
         """Return what the servers allow one environment."""
+        further = reach(self.meters, use.env)
         if use.env not in self.bests:
-            return ServerLimit(reach=max(FEW, use.workers))
+            return ServerLimit(reach=max(FEW, use.workers, further))
         best = self.bests[use.env] * self.ready.get(use.env, use.available)
         most = math.ceil(self._share(self.capacity, use, uses) / best - 1e-9) if self.capacity else 0
-        reach = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
+        proven = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
         return ServerLimit(
             most=max(1, most) if most else 0,
-            reach=max(FEW, math.floor(reach + 1e-9), most),
+            reach=max(FEW, math.floor(proven + 1e-9), most, further),
             tried=math.floor(self._share(self.proven, use, uses) / best + ROUND),
             slow=self._is_slow(use, uses),
             best=best,
@@ -256,6 +285,24 @@ class SaturationDetector:
             above=self.above if self.made else 0.0,
             tests_fewer=self.tests_fewer,
         )
+
+    def _metered(self, uses: Sequence[ServerUse]) -> dict[str, ProgressMeter]:
+        """Return the meters after one more sample; at a known capacity nothing is confirmed."""
+        meters = {one.env: self.meters.get(one.env, ProgressMeter()) for one in uses}
+        if self.capacity:
+            meters = {env: replace(meter, confirmed=0) for env, meter in meters.items()}
+        # After a restart the present fleet may be larger than the one known to be fast.
+        begins = not self.capacity and (not self.proven or self._size(uses) <= (1.0 + LIKE) * self.proven)
+        return {
+            one.env: meters[one.env].looked(
+                one.sampled, confirms=not self.capacity and one.trusts_tokens, begins=begins
+            )
+            for one in uses
+        }
+
+    def _unslowed(self, use: ServerUse, pace: float) -> float:
+        """Return the pace of a worker among fewer, if tokens tell it."""
+        return unslowed(self.meters, use.env, pace) if use.trusts_tokens else pace
 
     def _ready(self, use: ServerUse) -> float:
         """Return the availability to count with: the former one until it has clearly changed."""
@@ -300,7 +347,9 @@ class SaturationDetector:
         """Expect of more engines what each of the present ones can feed; of fewer, measure it anew."""
         if not self.engines:
             return replace(self, engines=engines)
-        new = SaturationDetector(engines=engines, bests=self.bests, proven=self.proven, top=self.top)
+        new = SaturationDetector(
+            engines=engines, bests=self.bests, proven=self.proven, top=self.top, meters=self.meters
+        )
         known = self.known or self.capacity
         if not known or engines < self.engines:
             return new
@@ -325,13 +374,15 @@ class SaturationDetector:
             is_large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
             if took_s < CYCLES * one.rollout_s or (is_large and span.groups < least):
                 return None
+            if one.sampled.workers > (1.0 + LIKE) * one.workers:
+                return None  # others load the servers already, and deliver nothing yet
             groups += span.groups
             pace = span.pace(least)
             own = pace or _Span.of(self.earlier.get(one.env, self.begun[one.env]), one).pace(least)
             if own is not None:
                 paces[one.env] = own
             if pace is not None:
-                size += span.workers * (best or pace)
+                size += span.workers * (best or self._unslowed(one, pace))
                 total += span.workers * pace
             else:
                 rest.add(span, best or own or one.pace or 0.0)
@@ -355,9 +406,10 @@ class SaturationDetector:
     def _judged(self, seen: _Measured, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
         new = self._anew(uses, now, self.begun.keys() - seen.paces.keys())
         if unknown := {env: pace for env, pace in seen.paces.items() if env not in self.bests}:
-            new = replace(new, bests={**self.bests, **unknown})
+            bests = {one.env: self._unslowed(one, unknown[one.env]) for one in uses if one.env in unknown}
+            new = replace(new, bests={**self.bests, **bests})
         if not self.proven:
-            return replace(new, proven=seen.size, top=seen.total)
+            return new._first(seen, now)
         if self.capacity and seen.size > self._fits(uses):
             return new  # scale-down in progress
         if self.tests_fewer:
@@ -381,6 +433,13 @@ class SaturationDetector:
             based = replace(seen, size=seen.total)
             return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
         return new._followed(seen, now - self.since)
+
+    def _first(self, seen: _Measured, now: float) -> "SaturationDetector":
+        """Take the first measurement of groups as proven, unless tokens tell that a smaller fleet was as fast."""
+        new = replace(self, proven=seen.total, top=seen.total)
+        if seen.total >= SLOWER * seen.size:
+            return replace(new, proven=seen.size)
+        return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
 
     def _fits(self, uses: Sequence[ServerUse]) -> float:
         """Return the largest size of whole workers within the capacity."""

@@ -83,13 +83,16 @@ class RuleControllers:
         environments = scenario.site.environments
         self._rules = {name: rule(one) for name, one in environments.items()}
         self._groups = {name: one.group_sequences or GROUP for name, one in environments.items()}
+        self._slots = {name: one.slots for name, one in environments.items()}
         self._states = {name: one.initial(running[name]) for name, one in self._rules.items()}
 
     def decide(self, seen: Telemetry) -> dict[str, int]:
         """See `Controllers`."""
         targets = {}
         for name, rule in self._rules.items():
-            sample = sample_of(name, Split.TRAIN, 1, self._groups[name], seen.pressure, seen.heard_at)
+            sample = sample_of(
+                name, Split.TRAIN, self._slots[name], self._groups[name], seen.pressure, seen.heard_at
+            )
             sample = replace(sample, crew=seen.crews[name])
             self._states[name], decision = rule.decide(self._states[name], sample, seen.now)
             targets[name] = decision.target
@@ -154,7 +157,7 @@ def _environment(one: EnvironmentSite) -> EnvironmentConfig:
     return EnvironmentConfig(
         entry="simulated.py:Simulated",
         group_size=one.group_sequences or GROUP,
-        concurrency=1,
+        concurrency=one.slots,
         weight=one.weight,
         min_workers=one.min_workers,
         max_workers=one.max_workers,

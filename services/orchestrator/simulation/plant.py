@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Sequence
 from statistics import median, median_low
-from typing import Final
+from typing import Final, NamedTuple
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
 from rolloutmq.services.orchestrator.simulation.site import GROUP, EnvironmentSite, ServerSite, Site
@@ -36,6 +36,10 @@ NEW_PART: Final = 0.1
 """Weight of a new group in the mean rollout time, as in the broker."""
 MANY: Final = 50.0
 """Groups in a step from which their number is normally distributed."""
+COMPLETION_TOKENS: Final = 100
+"""Tokens of a completion."""
+TURN_SPREAD: Final = 0.5
+"""Largest relative difference of the duration of a turn from its mean."""
 NOTHING: Final = 1e-9
 """Sequences too few to count: they are rounding errors."""
 
@@ -48,6 +52,8 @@ class Crew:
         self.ready = 0
         self.moved = 0
         """Workers started and removed, in total."""
+        self.sent_away = 0
+        """Ready workers that were sent away, in total."""
         self.rollout_s = site.rollout_s
         """Time that a draining worker takes for its rollouts."""
         self._chance = chance
@@ -111,6 +117,7 @@ class Crew:
                 waiting.remove(max(waiting))
             else:
                 self._remove_ready()
+                self.sent_away += 1
                 ends_s = self.rollout_s + self._chance.expovariate(1.0 / DRAIN_S)
                 self._draining.append(now + ends_s)
 
@@ -187,6 +194,7 @@ class Lane:
         made, eaten: Sequences that arrived, and those of settled batches.
         held: Sequences of the batch in training.
         waited_s: Time its workers waited for room, summed over them.
+        completions: Completions of its rollouts; with several turns, also of those under way.
         rollout_s: Mean rollout time of recent groups, as a broker measures it; 0 before the first one.
         served: Sequences taken by the trainer over the share, from a common origin: the least served is next.
     """
@@ -199,7 +207,7 @@ class Lane:
         self.share = share
         self.room = room
         self.level = level
-        self.made = self.eaten = self.held = 0.0
+        self.made = self.eaten = self.held = self.completions = 0.0
         self.waited_s = 0.0
         self.served = 0.0
         self._takes_s = max(site.rollout_s, DT_S)
@@ -218,7 +226,7 @@ class Lane:
     def advance(self, now: float) -> None:
         """Advance the workers; crashed ones lose their running rollouts."""
         crashed = self.crew.advance(now)
-        if crashed and self._under_way:
+        if crashed and self._begun:
             self._lose(crashed / (self.crew.ready + self.crew.drainers + crashed))
 
     def _lose(self, part: float) -> None:
@@ -278,6 +286,7 @@ class Lane:
             return
         self.level += sequences
         self.made += sequences
+        self.completions += sequences
         groups = sequences / (self.site.group_sequences or GROUP)
         part = 1.0 - (1.0 - NEW_PART) ** groups if self.rollout_s else 1.0
         self.rollout_s += (took_s - self.rollout_s) * part
@@ -300,6 +309,89 @@ class Lane:
         """Return the sequences of the batch in training to the queue."""
         self.level += self.held
         self.held = 0.0
+
+
+class _Turn(NamedTuple):
+    """A running turn: progress at its end, turns left with it, sequences over `_kept`, time when their rollouts began,
+    and whether their worker was sent away."""
+
+    ends_s: float
+    left: int
+    sequences: float
+    since: float
+    is_last: bool = False
+
+
+class TurnLane(Lane):
+    """A lane with rollouts of several turns: each asks the policy once.
+
+    A worker runs as many sequences as make its throughput, and begins all of them as soon as it is ready.
+    """
+
+    def __init__(
+        self, site: EnvironmentSite, share: float, room: float, level: float, chance: random.Random
+    ) -> None:
+        super().__init__(site, share, room, level, chance)
+        self._turn_s = self._takes_s / site.turns
+        self._turns: list[_Turn] = []
+        """Heap of the running turns."""
+        self._sent_away = 0
+        """Workers sent away so far, whose turns are known."""
+
+    def offer(self, now: float) -> float:
+        """See `Lane.offer`: a worker begins as many sequences as have ended."""
+        site, crew = self.site, self.crew
+        if not crew.ready or self._is_out(now):
+            return 0.0
+        holds = site.per_worker.at(now) * self._takes_s
+        self._send_away(crew.sent_away - self._sent_away)
+        running = self._kept * sum(turn.sequences for turn in self._turns if not turn.is_last)
+        lacks = max(0.0, crew.ready * holds - running)
+        size = float(site.group_sequences or GROUP)
+        lacks -= math.fmod(lacks + NOTHING, size)
+        room = max(0.0, self.room - self.level - self._begun)
+        if room < lacks:
+            self.waited_s += DT_S * (lacks - room) / holds
+        return min(lacks, room - math.fmod(room, size))
+
+    def make(self, now: float, begun: float, pace: float = 1.0) -> None:
+        """See `Lane.make`."""
+        self._progress_s += 0.0 if self._is_out(now) else DT_S * pace
+        size, left = float(self.site.group_sequences or GROUP), begun
+        while left > NOTHING:
+            self._ask(_Turn(self._progress_s, self.site.turns, min(size, left) / self._kept, now))
+            self._begun += min(size, left)
+            left -= size
+        while self._turns and self._turns[0][0] <= self._progress_s + NOTHING:
+            turn = heapq.heappop(self._turns)
+            if turn.left > 1:
+                self.completions += turn.sequences * self._kept
+                self._ask(turn._replace(left=turn.left - 1))
+                continue
+            self._begun = max(0.0, self._begun - turn.sequences * self._kept)
+            self._arrive(turn.sequences * self._kept, now - turn.since)
+            self.crew.rollout_s = self.rollout_s
+
+    def _ask(self, turn: "_Turn") -> None:
+        takes_s = self._turn_s * self._chance.uniform(1.0 - TURN_SPREAD, 1.0 + TURN_SPREAD)
+        heapq.heappush(self._turns, turn._replace(ends_s=turn.ends_s + takes_s))
+
+    def _send_away(self, workers: int) -> None:
+        """Let the rollouts of so many workers be their last."""
+        self._sent_away += workers
+        part = workers / (workers + self.crew.ready)
+        for place, turn in enumerate(self._turns):
+            if workers and not turn.is_last and self._chance.random() < part:
+                self._turns[place] = turn._replace(is_last=True)
+
+    def load(self, now: float, begun: float) -> float:
+        """See `Lane.load`."""
+        return 0.0 if self._is_out(now) else (self._begun + begun) / self._takes_s
+
+    def _lose(self, part: float) -> None:
+        super()._lose(part)
+        if not self._begun:
+            self._turns.clear()
 
 
 class Server:
@@ -367,7 +459,7 @@ class Plant:
         chance = random.Random(seed)
         trainer = site.trainer
         self.lanes = {
-            name: Lane(one, share, trainer.queue * share, trainer.queued * share, chance)
+            name: _lane(one)(one, share, trainer.queue * share, trainer.queued * share, chance)
             for (name, one), share in zip(site.environments.items(), site.shares.values(), strict=True)
         }
         self.servers = {
@@ -469,6 +561,10 @@ class Plant:
         owed = max(lane.served for lane in self._lanes) - DEBT * batch
         for lane in self._lanes:
             lane.served = max(lane.served - owed, 0.0)
+
+
+def _lane(site: EnvironmentSite) -> type[Lane]:
+    return TurnLane if site.turns > 1 else Lane
 
 
 def _poisson(mean: float, chance: random.Random) -> int:

@@ -99,6 +99,9 @@ class EnvironmentPlant(Section):
     """Mean time from the start of a worker to its first rollout, over time."""
     rollout_s: Annotated[float, Field(ge=0.0, le=3600.0)] = 0.0
     """Time from the start of a rollout to its arrival; longer on a full server."""
+    turns: Annotated[int, Field(ge=1, le=100)] = 1
+    """Completions of a rollout, one after another, with durations that vary by half. With several, a worker begins all
+    of its sequences as soon as it is ready. They need `rollout_s`."""
     weight: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """Share of a batch, relative to the other environments."""
     noise: Annotated[float, Field(ge=0.0, le=10.0)] = 0.25
@@ -241,6 +244,7 @@ def _environment(key: str, one: EnvironmentPlant, curves: "_Curves") -> Environm
         start_s=longest_s,
         start_part=starts.scaled(1.0 / longest_s) if longest_s else constant(1.0),
         rollout_s=one.rollout_s,
+        turns=one.turns,
         weight=one.weight,
         noise=one.noise,
         group_sequences=one.group_sequences or 0,
@@ -386,6 +390,8 @@ def _check_environment(key: str, one: EnvironmentPlant, servers: Mapping[str, Se
             raise ConfigError(
                 f"{key}.{field}", f"must not exceed max_workers {one.max_workers} (got {workers})"
             )
+    if one.turns > 1 and not one.rollout_s:
+        raise ConfigError(f"{key}.turns", f"needs rollout_s (got {one.turns}); give it, or remove turns")
     _check_spans(f"{key}.outages", one.outages)
     for (before, _), (after, _) in pairwise(one.lost):
         if after <= before:

@@ -51,6 +51,7 @@ class EnvironmentSite:
         per_worker: Sequences per second of one worker alone; above 0.
         start_s: Longest mean time from the start of a worker to its first rollout.
         rollout_s: Time from the start of a rollout to its arrival; longer on a full server.
+        turns: Completions of a rollout, one after another. With several, a worker begins its sequences at once.
         weight: Its share of a batch, relative to the others.
         noise: Standard deviation of a worker's output in one second, relative to the mean.
         failing_starts: Part of the starts that fail near their end and are repeated.
@@ -67,6 +68,7 @@ class EnvironmentSite:
     per_worker: Series = field(default_factory=lambda: constant(2.0))
     start_s: float = 20.0
     rollout_s: float = 0.0
+    turns: int = 1
     weight: float = 1.0
     noise: float = 0.25
     failing_starts: float = 0.0
@@ -83,6 +85,13 @@ class EnvironmentSite:
     def start_at(self, at: float) -> float:
         """Return the mean time that a start takes at a time."""
         return self.start_s * self.start_part.at(at)
+
+    @property
+    def slots(self) -> int:
+        """Return the groups that a worker rolls out at once, for rollouts of several turns."""
+        if self.turns == 1:
+            return 1
+        return max(1, round(self.per_worker.at(0.0) * self.rollout_s / (self.group_sequences or GROUP)))
 
     @property
     def begins(self) -> int:

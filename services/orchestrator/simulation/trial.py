@@ -14,7 +14,7 @@ from typing import Final, NamedTuple, Protocol
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
-from rolloutmq.services.orchestrator.simulation.plant import Plant
+from rolloutmq.services.orchestrator.simulation.plant import COMPLETION_TOKENS, Plant
 from rolloutmq.services.orchestrator.simulation.site import Scenario
 
 TICK_S: Final = 1.0
@@ -263,7 +263,11 @@ class _Trial:
             trainers=int(plant.has_trainer),
             starved_s=plant.trainer_waited_s,
             settled_busy_s=plant.settled_busy_s,
-            blocked_s={name: lane.waited_s for name, lane in plant.lanes.items()},
+            blocked_s={name: lane.waited_s * lane.site.slots for name, lane in plant.lanes.items()},
+            completions={name: int(lane.completions) for name, lane in plant.lanes.items()},
+            completion_tokens={
+                name: int(COMPLETION_TOKENS * lane.completions) for name, lane in plant.lanes.items()
+            },
         )
 
 

@@ -341,6 +341,10 @@ def _version(label: _Version | int | str) -> PolicyVersion | None:
     return PolicyVersion(0, int(label)) if label.isdecimal() else None
 
 
+def _ignored(_: list[Completion]) -> None:
+    """Do nothing with completions."""
+
+
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """One server, for one conversation. Made by `Policy.endpoint`.
@@ -353,6 +357,7 @@ class Endpoint:
         greedy: The task asks for the most likely tokens: `request` has temperature 0.
         root: Directory or hub name of the model, for a client with a tokenizer of its own; empty if the server does
             not say.
+        heard: Called with the completions of each response.
     """
 
     base_url: str
@@ -361,6 +366,7 @@ class Endpoint:
     newest: Callable[[], PolicyVersion] = PolicyVersion
     greedy: bool = False
     root: str = ""
+    heard: Callable[[list[Completion]], None] = _ignored
 
     @property
     def request(self) -> Mapping[str, Any]:
@@ -378,4 +384,7 @@ class Endpoint:
         Raises:
             PolicyRefusedError: The response lacks what training needs.
         """
-        return wire.chat_completions(answer, (self.oldest, max(self.oldest, self.newest())), temperature)
+        known = self.oldest, max(self.oldest, self.newest())
+        completions = wire.chat_completions(answer, known, temperature)
+        self.heard(completions)
+        return completions

@@ -175,6 +175,29 @@ def beat(bench: Bench, blocked_s: float, *, worker: str = "w", pid: int = 1) -> 
     bench.ask(message, WorkerBeatReply)
 
 
+def test_completions_are_summed_over_workers_that_come_and_go() -> None:
+    bench = Bench(config(e={}))
+    for worker, pid, completions in (
+        ("w", 1, 5),
+        ("w", 1, 8),
+        ("v", 3, 2),
+        ("v", 3, 6),
+        ("w", 2, 1),
+        ("w", 2, 3),
+    ):
+        message = WorkerBeat(
+            worker=worker,
+            env="e",
+            state=WorkerState.READY,
+            pid=pid,
+            completions=completions,
+            completion_tokens=10 * completions,
+        )
+        bench.ask(message, WorkerBeatReply)
+    assert bench.pressure().completions == {"e": 3 + 4 + 2}
+    assert bench.pressure().completion_tokens == {"e": 90}
+
+
 def test_what_slots_waited_is_summed_over_workers_that_come_and_go() -> None:
     bench = Bench(config(e={}))
     beat(bench, 50.0)

@@ -69,6 +69,8 @@ def pressure(*lanes: LaneStatus, batch: int = 256) -> Pressure:
         trainers=2,
         starved_s=4.5,
         blocked_s={"a": 7.5},
+        completions={"a": 70},
+        completion_tokens={"a": 700},
     )
 
 
@@ -91,6 +93,8 @@ def test_a_sample_has_what_concerns_its_environment() -> None:
         slots=8,
         group_sequences=4,
         rollout_s=12.0,
+        completions=70,
+        completion_tokens=700,
         wanted=3,
     )
     assert sample_of("b", Split.TRAIN, 8, 4, both, 42.0).blocked_s == 0.0

@@ -6,6 +6,7 @@ from typing import Final
 import pytest
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
+from rolloutmq.services.orchestrator.autoscaling.progress import Sampled
 from rolloutmq.services.orchestrator.autoscaling.saturation import (
     FIRST_HOLD_S,
     GROUPS,
@@ -28,6 +29,12 @@ class Site:
         self.paces = dict(paces or {"a": 2.0})
         self.engines = 1
         self.rollout_s = 0.0
+        self.turns = 0
+        """Completions of a sequence; each has a token."""
+        self.delivering: dict[str, int] = {}
+        """Workers whose rollouts arrive, where not all do."""
+        self.running_s = dict.fromkeys(self.paces, 0.0)
+        self.completions = dict.fromkeys(self.paces, 0.0)
         self.now = 0.0
         self.detector = SaturationDetector()
         self.totals = {env: (0.0, 0.0) for env in self.paces}
@@ -44,14 +51,18 @@ class Site:
             part = min(1.0, self.shared / sum(alone.values()))
             uses = []
             for env, number in workers.items():
+                self.running_s[env] += number
+                self.completions[env] += self.turns * part * alone[env]
+                there = self.delivering.get(env, number)
                 made, busy_s = self.totals[env]
-                made, busy_s = made + part * alone[env], busy_s + available * number
+                made = made + part * alone[env] * there / number
+                busy_s += available * there
                 self.totals[env] = made, busy_s
                 pace, weight = part * self.paces[env], self.weights.get(env, 1.0)
                 uses.append(
                     ServerUse(
                         env,
-                        number,
+                        there,
                         made,
                         busy_s,
                         busy_s,
@@ -62,6 +73,14 @@ class Site:
                         want=self.wants.get(env, 500.0),
                         available=available,
                         demand=self.demand,
+                        sampled=Sampled(
+                            number,
+                            1,
+                            1,
+                            self.running_s[env],
+                            int(self.completions[env]),
+                            int(self.completions[env]),
+                        ),
                     )
                 )
             self.detector = self.detector.looked(uses, self.engines, self.now)
@@ -100,6 +119,55 @@ def test_hours_of_rollouts_need_one_group_of_each_worker() -> None:
     site.rollout_s = 3600.0
     assert site.run(7000, a=4)["a"].reach == 4
     assert site.run(8000, a=4)["a"].reach == 8
+
+
+def long_rollouts(shared: float) -> Site:
+    """Return a site whose rollouts take 300 s and have ten turns; four workers have delivered some."""
+    site = Site(shared, paces={"a": 1 / 30})
+    site.rollout_s, site.turns = 300.0, 10
+    site.run(200, a=4)
+    site.delivering = {"a": 4}
+    return site
+
+
+def test_tokens_confirm_growth_before_a_rollout_has_ended() -> None:
+    site = long_rollouts(shared=1000.0)
+    assert site.run(SHOWN_S, a=7)["a"].reach == 10
+    assert site.run(SHOWN_S, a=10)["a"].reach == 15
+    site.turns = 0
+    assert site.run(2 * SHOWN_S, a=15)["a"].reach == 15, "nothing is confirmed without completions"
+
+
+def test_tokens_tell_a_full_server_before_a_rollout_has_ended() -> None:
+    site = long_rollouts(shared=10 / 30)
+    assert site.run(SHOWN_S, a=7)["a"].reach == 10
+    assert site.run(300, a=15)["a"].reach < 15
+
+
+def test_after_a_restart_a_fleet_beyond_the_proven_size_is_no_base() -> None:
+    site = long_rollouts(shared=10 / 30)
+    site.delivering = {}
+    limit = ServerLimit(best=1 / 30, proven=10 / 30)
+    site.detector = SaturationDetector().resumed("a", limit, 1)
+    assert site.run(100, a=20)["a"].reach <= 19
+
+
+def test_the_first_groups_of_a_fleet_that_tokens_found_slow_tell_the_capacity() -> None:
+    site = long_rollouts(shared=10 / 30)
+    site.run(SHOWN_S, a=7)
+    site.run(SHOWN_S, a=16)
+    site.delivering = {}
+    assert 10 <= site.run(700, a=16)["a"].most <= 13
+
+
+def test_groups_do_not_judge_workers_that_load_a_server_and_deliver_nothing_yet() -> None:
+    """The former workers alone seem to have become slower."""
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.delivering = {"a": 15}
+    assert site.run(SHOWN_S, a=28)["a"].best == pytest.approx(2.0)
+    site.delivering = {}
+    assert 20 <= site.run(SHOWN_S, a=28)["a"].most <= 21
 
 
 def test_less_demand_after_the_search_discards_no_capacity() -> None:

@@ -1,5 +1,6 @@
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
@@ -91,3 +92,26 @@ def test_the_usual_rules_waste_workers_or_move_them(law: str) -> None:
     out = {name: try_out(scenario, CONTROLLERS[name], 0)[ENV] for name in (law, "reference")}
     assert out[law].outside == 0
     assert out[law].waste_s > 2.0 * out["reference"].waste_s or out[law].moves > 3 * out["reference"].moves
+
+
+class WithoutTokens(OwnControllers):
+    """The orchestrator's autoscaler, where workers report no completions."""
+
+    def decide(self, seen: Telemetry) -> dict[str, int]:
+        """See `Controllers`."""
+        if seen.pressure is not None:
+            silent = msgspec.structs.replace(seen.pressure, completions={}, completion_tokens={})
+            seen = replace(seen, pressure=silent)
+        return super().decide(seen)
+
+
+def test_rollouts_of_minutes_do_not_hold_up_growth_if_they_have_turns() -> None:
+    """24 workers are needed where four ran, and a rollout takes two minutes."""
+    one = EnvironmentSite(
+        per_worker=constant(8 / 120), start_s=5.0, rollout_s=120.0, turns=12, ready=4, group_sequences=8
+    )
+    demand = steps((0.0, 0.9 * 4 * 8 / 120), (600.0, 24 * 8 / 120))
+    scenario = Scenario("x", single(demand, one, batch=16, queue=2000), (600.0,), 1500.0)
+    with_tokens, without = (try_out(scenario, make, 0)[ENV] for make in (OwnControllers, WithoutTokens))
+    assert with_tokens.starved_s < 0.6 * without.starved_s
+    assert with_tokens.peak <= 1.25 * 24

@@ -50,6 +50,42 @@ def test_a_queue_integrates_what_is_made_less_what_is_eaten() -> None:
     assert plant.trainer_waited_s == pytest.approx(0.0, abs=DT_S)
 
 
+def test_turns_complete_within_a_rollout() -> None:
+    """Ten workers with twenty sequences each, of ten turns in 20 s."""
+    one = worker(per_worker=constant(1.0), rollout_s=20.0, turns=10, group_sequences=5)
+    plant, (lane,) = plant_of(one, queue=10000)
+    run(plant, 1)
+    assert (lane.completions, lane.made) == (0.0, 0.0)
+    run(plant, 9)
+    assert lane.made == 0.0
+    assert lane.completions == pytest.approx(200 * 4.5, rel=0.1)
+    run(plant, 290)
+    assert lane.made == pytest.approx(10 * 300.0 - 200, rel=0.05)
+    assert lane.completions == pytest.approx(10 * 10 * 300.0, rel=0.05)
+
+
+def test_workers_that_are_sent_away_finish_their_rollouts_and_the_others_begin_no_more_for_it() -> None:
+    one = worker(ready=20, rollout_s=50.0, turns=10, group_sequences=5)
+    plant, (lane,) = plant_of(one, queue=10000)
+    run(plant, 100)
+    before = lane.made
+    lane.crew.scale(10, plant.now)
+    run(plant, 100)
+    assert lane.made - before == pytest.approx(20 * 50.0 + 10 * 50.0, rel=0.15)
+    before = lane.made
+    run(plant, 200)
+    assert lane.made - before == pytest.approx(10 * 200.0, rel=0.1)
+
+
+def test_a_full_server_slows_turns_at_once() -> None:
+    one = worker(rollout_s=200.0, turns=20, server="engine")
+    plant, (lane,) = plant_of(one, servers={"engine": ServerSite(constant(5.0))}, queue=10000)
+    run(plant, 100)
+    before = lane.completions
+    run(plant, 50)
+    assert lane.completions - before == pytest.approx(20 * 5.0 * 50, rel=0.1)
+
+
 def test_a_trainer_that_is_too_fast_waits_for_the_rest_of_its_time() -> None:
     plant, (lane,) = plant_of(worker(), demand=40.0)
     run(plant, 400)

@@ -36,6 +36,7 @@ away = [[10, 20], [30, 40]]
 per_worker = [[0, 2], [600, 1]]
 start_s = [[0, 20], [600, 40]]
 rollout_s = 5
+turns = 2
 weight = 3
 noise = 0
 group_sequences = 4
@@ -87,6 +88,7 @@ def test_everything_a_scenario_has_can_be_said(tmp_path: Path) -> None:
                     start_s=40.0,
                     start_part=Series((0.0, 600.0), (0.5, 1.0)),
                     rollout_s=5.0,
+                    turns=2,
                     weight=3.0,
                     noise=0.0,
                     group_sequences=4,
@@ -155,6 +157,7 @@ def test_a_line_may_end_after_the_simulation_and_a_step_with_it() -> None:
         (LEAST + "start_s = nan", "environment.math.start_s: must be "),
         (LEAST + "start_s = 3601", "environment.math.start_s: must be 0 to 3600 (got 3601)"),
         (LEAST + "start_s = [[0, 1], [9, 3601]]", "environment.math.start_s: point 2 must be 0 to 3600"),
+        (LEAST + "turns = 3", "environment.math.turns: needs rollout_s (got 3); give it, or remove turns"),
         (LEAST + "rollout_s = -1", "environment.math.rollout_s: must be greater than or equal to 0 (got -1)"),
         (
             LEAST + "rollout_s = inf",
