@@ -91,6 +91,10 @@ IDLE_PART: Final = 0.5
 """Part of their waiting time from which more workers would only wait too."""
 WHOLE: Final = 0.85
 """Smallest dead band, in workers: with two of them, a want of one is one."""
+UNSURE: Final = 3.0
+UNSURE_PART: Final = 0.25
+"""Dead band in standard errors of the measured rates, and the largest such part of the target: both the number that was
+wanted once and the one that is wanted now differ by chance."""
 ROUND: Final = 0.25
 """Tolerated shortfall in workers: the quotient of two rates is no more precise."""
 MORE: Final = 0.9
@@ -209,8 +213,19 @@ class PressureController:
         # With few workers the lower limit is above 0: some spare stays, since growth from few takes more steps.
         want = need + min(max(lack + state.trim, LESS * (1.0 - band)), MORE * band)
         available = max(state.rates.available, LEAST_AVAILABLE)
-        # Some more, since at times fewer are ready than on average.
-        return (want + math.sqrt(want * (1.0 - available))) / available
+        return (want + self._reserve(state, sample, want, available)) / available
+
+    def _reserve(
+        self, state: ControllerState, sample: PressureSample, want: float, available: float
+    ) -> float:
+        """Return some more workers, since at times fewer are ready than on average; the queue stands in for some.
+
+        The number of ready workers returns to its mean within about a start, and the queue lacks half a batch at times.
+        """
+        fewer = math.sqrt(want * (1.0 - available))
+        spare = max(0.0, self.scaling.setpoint_batches - 0.5) * sample.batch_sequences
+        lasts_s = max(1.0, available * state.start_s)
+        return max(0.0, fewer - spare / (lasts_s * (state.rates.per_worker or math.inf)))
 
     def _planned(self, state: ControllerState, sample: PressureSample, demand: float) -> tuple[float, str]:
         """Return the demand to plan for, and in words how it differs from that of now."""
@@ -251,6 +266,10 @@ class PressureController:
 
     def _band(self, workers: float) -> float:
         return max(WHOLE, self.scaling.band_part * workers)
+
+    def _unsure_band(self, state: ControllerState, workers: float) -> float:
+        """Return the dead band, as wide as chance may make two wants differ."""
+        return max(self._band(workers), min(UNSURE * state.rates.error, UNSURE_PART) * workers)
 
     def _error(self, state: ControllerState, sample: PressureSample) -> float:
         """Return the sequences missing from the queue; negative beyond twice its setpoint, unless a burst is due."""
@@ -303,7 +322,7 @@ class PressureController:
             state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
         if target > limit:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        wanted, band = math.ceil(want - ROUND), self._band(target)
+        wanted, band = math.ceil(want - ROUND), self._unsure_band(state, target)
         if starving and not target:
             wanted = max(wanted, 1)  # without a worker nothing can be measured
         if wanted > target:

@@ -1,4 +1,5 @@
 import math
+import random
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -135,6 +136,25 @@ def test_silence_holds_and_is_not_zero_pressure() -> None:
     assert "no pressure received" in loop.law.decide(loop.state, PressureSample(), loop.now)[1].reason
 
 
+@pytest.mark.parametrize(("group", "goes"), [(1, 1), (8, 0)])
+def test_a_worker_goes_only_if_the_difference_is_more_than_chance(group: int, goes: int) -> None:
+    """Six workers make about a sequence a second; groups of eight arrive seldom, and by chance."""
+    chance, loop = random.Random(4), Loop(workers=6)
+    for second in range(900):
+        arrives = group * (group == 1 or chance.random() < 1.0 / group)
+        loop.tick(
+            eats=64.0 * (second % 64 == 0), per_worker=arrives / 6.0, group_sequences=group, pressure=2.5
+        )
+    before = loop.last.target
+    assert before <= 7
+    for second in range(900, 1500):
+        arrives = group * (group == 1 or chance.random() < 1.0 / group)
+        loop.tick(
+            eats=51.0 * (second % 64 == 0), per_worker=arrives / 6.0, group_sequences=group, pressure=2.5
+        )
+    assert before - loop.last.target == goes
+
+
 def test_the_same_news_twice_confirm_nothing() -> None:
     loop = Loop()
     loop.tick(60)
@@ -265,12 +285,17 @@ def test_workers_that_drain_do_not_hide_an_outage() -> None:
         assert second < 20 or loop.state.rates.silent
 
 
-def test_crashing_workers_are_more_by_their_availability_and_a_margin() -> None:
+@pytest.mark.parametrize(
+    ("start_s", "batch", "margin"), [(120.0, 1, 1.0), (120.0, 120, 0.5), (20.0, 60, 0.0)]
+)
+def test_crashing_workers_are_more_by_their_availability_and_what_the_queue_does_not_replace(
+    start_s: float, batch: int, margin: float
+) -> None:
     loop = Loop()
-    loop.tick(60, eats=16.0)
-    crew = WorkerCounts(ready=8, starting=2, restarting=2)
-    want = loop.tick(600, eats=16.0, crew=crew).want
-    assert want == pytest.approx((8.1 + math.sqrt(8.1 * 0.2)) / 0.8, rel=0.03)
+    loop.tick(60, eats=16.0, batch_sequences=batch)
+    crew = WorkerCounts(ready=8, starting=2, restarting=2, start_s=start_s)
+    want = loop.tick(1200, eats=16.0, crew=crew).want
+    assert want == pytest.approx((8.1 + margin * math.sqrt(8.1 * 0.2)) / 0.8, rel=0.03)
 
 
 def test_a_known_number_of_workers_comes_back_in_one_step() -> None:
