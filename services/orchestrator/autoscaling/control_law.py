@@ -240,10 +240,12 @@ class PressureController:
     ) -> float:
         """Return some more workers, since at times fewer are ready than on average; the queue stands in for some.
 
-        The number of ready workers returns to its mean within about a start, and the queue lacks half a batch at times.
+        The number of ready workers returns to its mean within about a start. The queue has its setpoint or more, twice as
+        much at most: a longer one may soon be shorter. It lacks half a batch at times.
         """
         fewer = math.sqrt(want * (1.0 - available))
-        spare = max(0.0, self.scaling.setpoint_batches - 0.5) * sample.batch_sequences
+        setpoint = self.scaling.setpoint_batches
+        spare = max(0.0, min(max(setpoint, sample.pressure), 2.0 * setpoint) - 0.5) * sample.batch_sequences
         lasts_s = max(1.0, available * state.start_s)
         return max(0.0, fewer - spare / (lasts_s * (state.rates.per_worker or math.inf)))
 
