@@ -240,8 +240,8 @@ class PressureController:
     ) -> float:
         """Return some more workers, since at times fewer are ready than on average; the queue stands in for some.
 
-        The number of ready workers returns to its mean within about a start. The queue has its setpoint or more, twice as
-        much at most: a longer one may soon be shorter. It lacks half a batch at times.
+        The number of ready workers returns to its mean within about a start. The queue counts with its setpoint at
+        least, and twice of it at most: a longer one may soon be shorter. It lacks half a batch at times.
         """
         fewer = math.sqrt(want * (1.0 - available))
         setpoint = self.scaling.setpoint_batches

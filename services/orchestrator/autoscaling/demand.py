@@ -331,8 +331,9 @@ class DemandEstimator(msgspec.Struct, frozen=True):
                 continue
             if before <= 0.0 or before_s < BEFORE * busy_s:
                 continue
+            expected = before / before_s * busy_s  # by chance, it differs from this
             error = math.hypot(
-                self.scatter.error(made / group_sequences), self.scatter.error(before / group_sequences)
+                self.scatter.error(expected / group_sequences), self.scatter.error(before / group_sequences)
             )
             if abs(made / busy_s * before_s / before - 1.0) > max(CHANGED, CHANCE * error):
                 recent = tuple((min(of, made), min(span_s, busy_s)) for of, span_s in self.recent)

@@ -7,7 +7,7 @@ independent; with each block the measurement counts more.
 
 import math
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import Final
 
 import msgspec
@@ -19,8 +19,8 @@ BLOCKS: Final = 48
 """Blocks remembered."""
 LEAST: Final = 4
 """Blocks from which the scatter is known; with so many, it counts as much as the assumption before."""
-OF_NEIGHBOURS: Final = 0.954
-"""Median difference of two values of a normal distribution, in standard deviations; one step moves no median."""
+OF_NEIGHBOURS: Final = 2.0 / math.sqrt(math.pi)
+"""Mean difference of two values of a normal distribution, in standard deviations."""
 
 
 class PaceScatter(msgspec.Struct, frozen=True):
@@ -65,7 +65,9 @@ class PaceScatter(msgspec.Struct, frozen=True):
 
 def _dispersion(blocks: tuple[tuple[float, float], ...]) -> float:
     paces = [groups / busy_s for groups, busy_s in blocks]
-    differences = [abs(late - early) for early, late in pairwise(paces)]
-    spread = median(differences) / OF_NEIGHBOURS / fmean(paces)
+    differences = sorted(abs(late - early) for early, late in pairwise(paces))
+    spread = (
+        fmean(differences[:-1]) / OF_NEIGHBOURS / fmean(paces)
+    )  # the largest one may be a change of the pace
     found = spread**2 * fmean(groups for groups, _ in blocks)
     return float(found ** (len(blocks) / (len(blocks) + LEAST)))
