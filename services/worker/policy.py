@@ -210,6 +210,7 @@ class CountingPolicy:
         self,
         prompt: str | Sequence[int],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
@@ -217,7 +218,7 @@ class CountingPolicy:
     ) -> list[Completion]:
         """See `Policy.complete`."""
         completions = await self._policy.complete(
-            prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
+            prompt, after=after, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
         )
         self._count(completions)
         return completions
@@ -226,6 +227,7 @@ class CountingPolicy:
         self,
         messages: Sequence[ChatMessage],
         *,
+        after: Trajectory | None = None,
         n: int = 1,
         max_tokens: int = MAX_TOKENS,
         temperature: float = 1.0,
@@ -233,10 +235,28 @@ class CountingPolicy:
     ) -> list[Completion]:
         """See `Policy.chat`."""
         completions = await self._policy.chat(
-            messages, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
+            messages, after=after, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
         )
         self._count(completions)
         return completions
+
+    async def tokenize(self, text: str) -> list[int]:
+        """See `Policy.tokenize`."""
+        return await self._policy.tokenize(text)
+
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """See `Policy.detokenize`."""
+        return await self._policy.detokenize(tokens)
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        after: Trajectory | None = None,
+    ) -> list[int]:
+        """See `Policy.render`."""
+        return await self._policy.render(messages, tools=tools, after=after)
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator["Endpoint"]:

@@ -91,11 +91,18 @@ IDLE_PART: Final = 0.5
 """Part of their waiting time from which more workers would only wait too."""
 WHOLE: Final = 0.85
 """Smallest dead band, in workers: with two of them, a want of one is one."""
+UNSURE: Final = 3.0
+UNSURE_PART: Final = 0.25
+"""Dead band in standard errors of the measured rates, and the largest such part of the target: both the number that was
+wanted once and the one that is wanted now differ by chance."""
 ROUND: Final = 0.25
 """Tolerated shortfall in workers: the quotient of two rates is no more precise."""
-MORE: Final = 0.9
+REFILLS: Final = 0.5
+"""Part of the planned pace at which a queue is refilled: then the measured rates are right."""
+MORE, HALF = 0.9, 0.5
 LESS: Final = 0.9
-"""Limits of the correction: `MORE` bands up; this part of the band beyond one worker down."""
+"""Limits of the correction: `MORE` bands up, less the error of the rates, but at least `HALF` a band; and `LESS` of the
+band beyond one worker down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +129,10 @@ class ControllerState:
     """Earliest time of a scale-down, after starvation or a start. Infinite before the first tick."""
     start_s: float = 10.0
     """Time a worker takes to become ready."""
+    waits: tuple[float, int] = (math.inf, 0)
+    """Time at which a step up is due that waits while the queue lasts, and its target."""
     level: float = 0.0
-    """Last pressure, and its filtered derivative per second."""
+    """Batches that will be queued after the next one was taken, and the filtered derivative per second."""
     slope: float = 0.0
 
 
@@ -166,10 +175,10 @@ class PressureController:
         if sample.wanted is not None:
             return self._asked(self._look(state, sample, now) if is_news else state, sample, now)
         if now - sample.heard_at > self.scaling.stale_s:
-            return state, Decision(state.target, f"hold: {_silence(now - sample.heard_at)}")
+            return self._unheard(state, sample, now)
         if not is_news:
             return state, Decision(state.target, "hold: no news")
-        state = self._look(state, sample, now)
+        state = replace(self._look(state, sample, now), waits=ControllerState(0).waits)
         if not sample.trainers:
             return self._hold(state, "no trainer")
         if state.rates.away:
@@ -182,11 +191,22 @@ class PressureController:
         state, decision = self._move(self._trimmed(state, sample, want, now), sample, want, now)
         return state, replace(decision, want=want)
 
+    def _unheard(
+        self, state: ControllerState, sample: PressureSample, now: float
+    ) -> tuple[ControllerState, Decision]:
+        """Hold without news; only a step up that waited for the queue to run out is made when that is due."""
+        due, wanted = state.waits
+        why = _silence(now - sample.heard_at)
+        if now < due or wanted <= state.target:
+            return state, Decision(state.target, f"hold: {why}")
+        why = f"{why}; by the last news the queue runs out before more workers are ready"
+        return self._up(state, sample, wanted, why, now, at_once=True)
+
     def _look(self, state: ControllerState, sample: PressureSample, now: float) -> ControllerState:
         rates = state.rates.looked(sample, now)
-        slope, elapsed = 0.0, now - state.rates.last_at
+        slope, elapsed, level = 0.0, now - state.rates.last_at, sample.pressure - rates.step_part
         if 0.0 < elapsed < self.scaling.stale_s:
-            change = (sample.pressure - state.level) / elapsed
+            change = (level - state.level) / elapsed
             new = 1.0 - math.exp(-elapsed / self.scaling.derivative_filter_s)
             slope = state.slope + (change - state.slope) * new
         cycles = state.cycles if sample.epoch == state.news[0] else DemandCycles()
@@ -196,7 +216,7 @@ class PressureController:
         trend = state.trend.looked(now, rates.pace, self._trend_s(state))
         news = sample.epoch, sample.number
         state = replace(state, news=news, rates=rates, cycles=cycles, trend=trend)
-        return replace(state, level=sample.pressure, slope=slope)
+        return replace(state, level=level, slope=slope)
 
     def _want(self, state: ControllerState, sample: PressureSample) -> float | None:
         """Return the number of workers needed, as a real number; None while the rates are unknown."""
@@ -206,11 +226,28 @@ class PressureController:
         need = self._planned(state, sample, demand)[0] / per_worker
         lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
         band = self._band(need)
-        # With few workers the lower limit is above 0: some spare stays, since growth from few takes more steps.
-        want = need + min(max(lack + state.trim, LESS * (1.0 - band)), MORE * band)
+        # With few workers the lower limit is above 0: some spare stays, since growth from few takes more steps. A queue
+        # beyond twice its setpoint is spare enough.
+        least = LESS * (1.0 - band) if lack >= 0.0 else min(0.0, LESS * (1.0 - band))
+        # The error of the rates and the correction together stay within about the band.
+        most = max(HALF * band, MORE * band - state.rates.error * need)
+        want = need + min(max(lack + state.trim, least), most)
         available = max(state.rates.available, LEAST_AVAILABLE)
-        # Some more, since at times fewer are ready than on average.
-        return (want + math.sqrt(want * (1.0 - available))) / available
+        return (want + self._reserve(state, sample, want, available)) / available
+
+    def _reserve(
+        self, state: ControllerState, sample: PressureSample, want: float, available: float
+    ) -> float:
+        """Return some more workers, since at times fewer are ready than on average; the queue stands in for some.
+
+        The number of ready workers returns to its mean within about a start. The queue counts with its setpoint at
+        least, and twice of it at most: a longer one may soon be shorter. It lacks half a batch at times.
+        """
+        fewer = math.sqrt(want * (1.0 - available))
+        setpoint = self.scaling.setpoint_batches
+        spare = max(0.0, min(max(setpoint, sample.pressure), 2.0 * setpoint) - 0.5) * sample.batch_sequences
+        lasts_s = max(1.0, available * state.start_s)
+        return max(0.0, fewer - spare / (lasts_s * (state.rates.per_worker or math.inf)))
 
     def _planned(self, state: ControllerState, sample: PressureSample, demand: float) -> tuple[float, str]:
         """Return the demand to plan for, and in words how it differs from that of now."""
@@ -252,12 +289,20 @@ class PressureController:
     def _band(self, workers: float) -> float:
         return max(WHOLE, self.scaling.band_part * workers)
 
+    def _unsure_band(self, state: ControllerState, workers: float) -> float:
+        """Return the dead band, as wide as chance may make two wants differ."""
+        return max(self._band(workers), min(UNSURE * state.rates.error, UNSURE_PART) * workers)
+
     def _error(self, state: ControllerState, sample: PressureSample) -> float:
-        """Return the sequences missing from the queue; negative beyond twice its setpoint, unless a burst is due."""
+        """Return the sequences missing from the queue; negative beyond twice its setpoint, unless a burst is due.
+
+        A trainer takes a batch at once, and the queue grows during its step. What counts is what will be left after the
+        next batch: that does not depend on when the queue is seen.
+        """
         setpoint = self.scaling.setpoint_batches
         if state.cycles.is_known and sample.pressure > setpoint:
             return 0.0  # the queue holds the next burst
-        pressure = max(0.0, sample.pressure + self.scaling.derivative_s * state.slope)
+        pressure = max(0.0, state.level + self.scaling.derivative_s * state.slope)
         if pressure > setpoint:
             return min(0.0, 2.0 * setpoint - pressure) * sample.batch_sequences
         if state.rates.idle > FULL_PART:
@@ -277,9 +322,12 @@ class PressureController:
         per_worker = state.rates.per_worker
         if per_worker is None or sample.crew.starting or sample.crew.draining:
             return state
-        lack = self._error(state, sample) / (self._refill_s(state) * per_worker)
+        missing, refill_s = self._error(state, sample), self._refill_s(state)
+        lack = missing / (refill_s * per_worker)
         held = sample.server.slow or want >= min(self._limit(sample)[0], sample.server.reach)
         if (lack > 0.0 and held) or (lack < 0.0 and want <= self.min_workers):
+            return state
+        if lack > 0.0 and state.slope * sample.batch_sequences >= REFILLS * missing / refill_s:
             return state
         bound = max(1.0, self.scaling.trim_part * want)
         trim = min(max(state.trim + lack * elapsed / self.scaling.integral_s, -bound), bound)
@@ -304,7 +352,7 @@ class PressureController:
             state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
         if target > limit:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        wanted, band = math.ceil(want - ROUND), self._band(target)
+        wanted, band = math.ceil(want - ROUND), self._unsure_band(state, target)
         if starving and not target:
             wanted = max(wanted, 1)  # without a worker nothing can be measured
         if wanted > target:
@@ -342,8 +390,11 @@ class PressureController:
             return self._hold(state, f"{why}; {said}", UNMEASURED)
         state = replace(state, up_since=min(state.up_since, now), down_since=math.inf)
         is_large = wanted - target > LARGE_STEP * target
-        if is_large and not at_once and (lasts := self._lasts(state, sample)):
-            return state, Decision(target, f"hold: {why}; {lasts}")
+        if is_large and not at_once and (lasts_s := self._lasts_s(state, sample)):
+            lead_s = self._lead_s(state)
+            state = replace(state, waits=(now + lasts_s - lead_s, wanted))
+            said = f"the queue lasts {lasts_s:.0f} s, and a new worker takes {lead_s:.0f} s"
+            return state, Decision(target, f"hold: {why}; {said}")
         if now - state.up_since < scaling.confirm_up_s and not at_once:
             return state, Decision(target, f"{why}; not confirmed yet")
         since, base = state.up_from
@@ -355,15 +406,14 @@ class PressureController:
         state = replace(state, up_from=(since, base))
         return self._to(state, min(wanted, most, limit, reach), why, bound if wanted > limit else "")
 
-    def _lasts(self, state: ControllerState, sample: PressureSample) -> str:
-        """Return how long the queue lasts if that is longer than new workers need; empty if it is not."""
+    def _lasts_s(self, state: ControllerState, sample: PressureSample) -> float:
+        """Return the time that the queue lasts if that is longer than new workers need; 0 if it is not."""
         demand, per_worker = state.rates.demand or 0.0, state.rates.per_worker or 0.0
         missing = demand - sample.crew.ready * per_worker
         spare = (sample.pressure - self.scaling.setpoint_batches) * sample.batch_sequences
-        lead_s = self._lead_s(state)
-        if missing <= 0.0 or spare < missing * lead_s:
-            return ""
-        return f"the queue lasts {spare / missing:.0f} s, and a new worker takes {lead_s:.0f} s"
+        if missing <= 0.0 or spare < missing * self._lead_s(state):
+            return 0.0
+        return spare / missing
 
     @staticmethod
     def _lead_s(state: ControllerState) -> float:

@@ -17,7 +17,9 @@ from typing import Final
 import msgspec
 from msgspec.structs import replace
 
+from rolloutmq.services.orchestrator.autoscaling.availability import Availability
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
+from rolloutmq.services.orchestrator.autoscaling.scatter import PaceScatter
 from rolloutmq.services.orchestrator.autoscaling.settlements import Settlements
 
 SAMPLES_S: Final = 3.0
@@ -34,13 +36,17 @@ STEP_PART: Final = 0.3
 ROLLOUTS: Final = 2.0
 GROUPS: Final = 40.0
 """Time constant of the throughput per worker in rollouts, and in groups that arrive, if that is longer."""
+PRECISE: Final = 0.03
+"""Relative precision that a longer time constant is to reach where groups arrive by chance."""
 QUICK_S: Final = 5.0
 """Time constant of the recent throughput per worker; one rollout, if that is longer."""
 QUICK_GROUPS: Final = 10
 """Groups that it must be measured from."""
 CHANGED: Final = 0.2
-CHANCE: Final = 1.5
-"""Relative difference that counts as a change; and that of chance, over the square root of the groups."""
+CHANCE: Final = 3.5
+"""Relative difference from what was before that counts as a change; and that of chance, in standard errors."""
+BEFORE: Final = 0.5
+"""Least busy time before the recent one, relative to it, to compare with."""
 LEAVING: Final = 0.1
 """Draining workers, relative to the ready ones, from which arrivals of short rollouts say nothing."""
 SEEN_S: Final = 8.0
@@ -63,9 +69,6 @@ UNTOLD_S: Final = 30.0
 """Time without arrivals for that: longer than a rollout, or this if the rollout time is unknown."""
 IDLE_S: Final = 5.0
 """Time constant of the workers' waits: they report once a second."""
-AVAILABLE_S: Final = 60.0
-AVAILABLE_STARTS: Final = 3.0
-"""Time constant of the availability, in seconds and in starts; the longer one counts."""
 AWAY_PART: Final = 0.5
 """Part of the workers waiting for the teacher from which, without arrivals, the teacher is the bottleneck."""
 CHANGES: Final = 256
@@ -93,8 +96,10 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     """Worker time in which `made` was produced, and the waiting part of it; all three decay."""
     group_s: float = 0.0
     """Time between two groups, at the pace of the last throughput; 0 while unknown."""
-    quick: tuple[float, float] = (0.0, 0.0)
-    """`made` and busy worker time with a shorter time constant, to see a change."""
+    recent: tuple[tuple[float, float], ...] = ((0.0, 0.0), (0.0, 0.0))
+    """`made` and busy worker time with shorter time constants, the shortest first, to see a change."""
+    scatter: PaceScatter = PaceScatter()
+    """How much the throughput differs by chance."""
     made_all: float = 0.0
     busy_all_s: float = 0.0
     present_all_s: float = 0.0
@@ -107,8 +112,8 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     """Completions, their tokens, and the time in which running workers did not wait, without decay."""
     per_worker: float | None = None
     """Throughput of one worker that does not wait, in sequences per second; None while unknown."""
-    available: float = 1.0
-    """Part of their time in which workers that were ready once are ready: the others crashed, and start again."""
+    crashes: Availability = Availability()
+    """Part of their time in which workers that were ready once are ready."""
     idle: float = 0.0
     """Part of the last seconds in which workers waited."""
     silent: bool = False
@@ -131,6 +136,12 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     """That time when those rollouts began."""
     starved: float = 0.0
     """Part of the last seconds in which the trainer waited."""
+
+    @property
+    def step_part(self) -> float:
+        """Return the part of a usual step for which the trainer has had its batch; 1 while it waits for one."""
+        usual_s = self.settlements.usual_s
+        return min(1.0, max(self.open_s / usual_s if usual_s else 0.0, self.starved))
 
     @property
     def memory_s(self) -> float:
@@ -162,7 +173,19 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     @property
     def making_memory_s(self) -> float:
         """Return the time constant of the throughput per worker, in seconds."""
-        return min(max(MEMORY_S, ROLLOUTS * self.rollout_s, GROUPS * self.group_s), LONGEST_S)
+        groups = max(GROUPS, self.scatter.groups_for(PRECISE))
+        return min(max(MEMORY_S, ROLLOUTS * self.rollout_s, groups * self.group_s), LONGEST_S)
+
+    @property
+    def available(self) -> float:
+        """Return the part of their time in which workers that were ready once are ready: the others crashed."""
+        return self.crashes.part
+
+    @property
+    def error(self) -> float:
+        """Return the standard error of demand over throughput and availability, relative to it."""
+        groups = self.made / max(1, self.last.group_sequences) if self.last is not None else 0.0
+        return math.hypot(self.scatter.error(groups), self.settlements.error, self.crashes.error)
 
     def looked(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Return the means with one more sample."""
@@ -229,7 +252,9 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         )
 
     def _made(self, seen: PressureSample, last: PressureSample, elapsed: float) -> "DemandEstimator":
-        new = self._with_ready(seen, self.last_at)._with_crashes(seen, elapsed)
+        crew = seen.crew
+        crashes = self.crashes.looked(crew.ready, crew.restarting, crew.start_s, elapsed)
+        new = replace(self._with_ready(seen, self.last_at), crashes=crashes)
         workers = float(new.readies[0][1])
         if seen.rollout_s <= elapsed:
             workers = (seen.crew.ready + last.crew.ready) / 2.0
@@ -260,12 +285,19 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             new = replace(new._without(self.vain_s), vain_s=0.0)
         new = replace(new, silent=silent)
         if silent:
-            return replace(new, quick=(0.0, 0.0))
-        kept, soon = math.exp(-elapsed / self.making_memory_s), math.exp(-elapsed / self._quick_s)
+            return replace(new, recent=DemandEstimator().recent)
+        kept = math.exp(-elapsed / self.making_memory_s)
         busy_s = max(0.0, elapsed * workers - begun_blocked_s)
+        fading = [math.exp(-elapsed / span_s) for span_s in self._recent_s]
         new = replace(
             new,
-            quick=(self.quick[0] * soon + made, self.quick[1] * soon + busy_s),
+            recent=tuple(
+                (made_before * fade + made, busy_before_s * fade + busy_s)
+                for fade, (made_before, busy_before_s) in zip(fading, self.recent, strict=True)
+            ),
+            scatter=self.scatter.looked(
+                made / max(1, seen.group_sequences), busy_s, elapsed, max(QUICK_S, self.rollout_s)
+            ),
             made_all=self.made_all + made,
             busy_all_s=self.busy_all_s + busy_s,
             present_all_s=self.present_all_s + elapsed * workers,
@@ -304,19 +336,29 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         return self.last.crew.ready if self.last is not None else 0
 
     @property
-    def _quick_s(self) -> float:
-        return max(QUICK_S, self.rollout_s)
+    def _recent_s(self) -> tuple[float, float]:
+        """Return the time constants of `recent`."""
+        quick_s = max(QUICK_S, self.rollout_s)
+        return quick_s, math.sqrt(quick_s * max(quick_s, self.making_memory_s))
 
     def _changed(self, group_sequences: int) -> "DemandEstimator":
         """Forget the older means if the recent ones clearly differ: rollouts became longer or shorter."""
-        made, busy_s = self.quick
-        usual = self.per_worker
-        if usual is None or made < QUICK_GROUPS * group_sequences or busy_s < SEEN_S:
+        if self.per_worker is None:
             return self
-        spread = max(CHANGED, CHANCE / math.sqrt(made / group_sequences))
-        if abs(made / busy_s / usual - 1.0) <= spread:
-            return self
-        return replace(self, made=made, present_s=busy_s, blocked_s=0.0, vain_s=0.0)
+        for made, busy_s in self.recent:
+            before, before_s = self.made - made, self.present_s - self.blocked_s - busy_s
+            if made < QUICK_GROUPS * group_sequences or busy_s < SEEN_S:
+                continue
+            if before <= 0.0 or before_s < BEFORE * busy_s:
+                continue
+            expected = before / before_s * busy_s  # by chance, it differs from this
+            error = math.hypot(
+                self.scatter.error(expected / group_sequences), self.scatter.error(before / group_sequences)
+            )
+            if abs(made / busy_s * before_s / before - 1.0) > max(CHANGED, CHANCE * error):
+                recent = tuple((min(of, made), min(span_s, busy_s)) for of, span_s in self.recent)
+                return replace(self, made=made, present_s=busy_s, blocked_s=0.0, vain_s=0.0, recent=recent)
+        return self
 
     def _paced(self) -> "DemandEstimator":
         busy_s = self.present_s - self.blocked_s
@@ -339,14 +381,6 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         if self.quiet_s < QUIET_PART * workers * since:
             return False
         return self.per_worker * self.quiet_s / max(1, seen.group_sequences) >= MISSED
-
-    def _with_crashes(self, seen: PressureSample, elapsed: float) -> "DemandEstimator":
-        whole = seen.crew.ready + seen.crew.restarting
-        if not whole:
-            return self
-        memory_s = max(AVAILABLE_S, AVAILABLE_STARTS * seen.crew.start_s)
-        news = seen.crew.ready / whole - self.available
-        return replace(self, available=self.available + news * (1.0 - math.exp(-elapsed / memory_s)))
 
     def _with_ready(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Record the count of ready workers. The oldest entry is the count when the rollouts arriving now began: newer

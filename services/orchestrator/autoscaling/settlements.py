@@ -62,12 +62,20 @@ class Settlements:
     noise: float = 0.0
     """Relative standard deviation of the pace of one settlement; known after a few, and remembered over a change."""
 
+    used: int = 1
+    """Settlements that tell the pace."""
+
+    @property
+    def error(self) -> float:
+        """Return the relative standard error of the pace by chance."""
+        return self.noise / math.sqrt(self.used)
+
     def added(self, sequences: int, awake_s: float, grain_s: float) -> "Settlements":
         """Return the settlements with one more; the last samples came `grain_s` seconds apart."""
         last = (*self.last[1 - KEPT :], Settlement(sequences, awake_s, grain_s))
         long = _long(last)
         if long[-1] and len(last) > 1 and not long[-2]:  # until the next one tells whether it was a pause
-            return replace(self, last=last, pace=sequences / max(awake_s, 1e-3))
+            return replace(self, last=last, pace=sequences / max(awake_s, 1e-3), used=1)
         sound = _without_pauses(last, long)
         noise = _spread(sound[:SPREAD_OF]) if len(sound) >= LEAST_SPREAD else self.noise
         usual = _window(sound, LONG_S, min(max(LONG_STEPS, math.ceil((noise / PRECISE) ** 2)), SPREAD_OF))
@@ -79,8 +87,8 @@ class Settlements:
             spread = changed + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
             spread += CHANCE * noise / math.sqrt(len(short))
             if abs(_pace(short) / _pace(long_window) - 1.0) > spread:
-                return replace(self, last=tuple(reversed(short)), pace=_pace(short), noise=self.noise)
-        return replace(self, last=last, pace=_pace(usual), noise=noise)
+                return replace(self, last=tuple(reversed(short)), pace=_pace(short), used=len(short))
+        return replace(self, last=last, pace=_pace(usual), noise=noise, used=len(usual))
 
     @property
     def usual_s(self) -> float:

@@ -83,6 +83,23 @@ def _demands(worker: EnvironmentSite) -> list[Scenario]:
         Scenario("bursts", single(_bursts(20.0, 80.0, 3600.0), replace(worker, ready=10)), lasts_s=3600.0),
         Scenario("pauses", single(_pauses(LOW, 3600.0), full), lasts_s=3600.0),
         Scenario("noise", single(constant(STEADY), full, queued=96.0), lasts_s=3600.0),
+        Scenario(
+            "groups",
+            single(constant(STEADY), replace(full, group_sequences=16), queued=96.0),
+            lasts_s=4200.0,
+            since_s=600.0,
+        ),
+        Scenario(
+            "few groups",
+            single(
+                constant(1.2),
+                replace(worker, ready=6, per_worker=constant(0.2), group_sequences=8),
+                queue=480,
+                queued=96.0,
+            ),
+            lasts_s=6600.0,
+            since_s=1200.0,
+        ),
         Scenario("long steps", single(STEPS, full, batch=1200, queue=6000), TIMES, unseen_s=75.0),
         Scenario("epochs", epochs, lasts_s=3600.0, since_s=20.0),
         Scenario(
@@ -115,6 +132,12 @@ def _crashes(worker: EnvironmentSite) -> list[Scenario]:
         Scenario("failing starts", single(STEPS, replace(full, failing_starts=0.3)), TIMES),
         Scenario("available 0.9", single(STEPS, replace(full, life_s=9.0 * down_s)), TIMES),
         Scenario("available 0.5", single(STEPS, replace(full, life_s=down_s)), TIMES),
+        Scenario(
+            "few crash",
+            single(constant(5.0), replace(worker, ready=5, life_s=down_s), queued=96.0),
+            lasts_s=4800.0,
+            since_s=1200.0,
+        ),
         Scenario("lost", single(constant(STEADY), replace(full, lost=((600.0, 10),))), (600.0,)),
         Scenario("outage", single(constant(STEADY), replace(full, outages=(outage,)), queued=96.0)),
     ]

@@ -1,4 +1,5 @@
 import math
+import random
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -135,6 +136,60 @@ def test_silence_holds_and_is_not_zero_pressure() -> None:
     assert "no pressure received" in loop.law.decide(loop.state, PressureSample(), loop.now)[1].reason
 
 
+def test_a_step_that_waits_for_the_queue_is_made_without_news_once_it_is_due() -> None:
+    """Nobody sees the queue run out: what was known before has to do."""
+    loop = Loop(workers=20)
+    for second in range(68):
+        loop.tick(eats=80.0 if second >= 60 else 40.0, pressure=60.0, settled_busy_s=100.0 + second)
+    held, targets = loop.last, []
+    for _ in range(200):
+        loop.now += 1.0
+        loop.state, decision = loop.law.decide(loop.state, loop.sample, loop.now)
+        targets.append(decision.target)
+    assert "the queue lasts" in held.reason
+    assert targets[40] == held.target == 20
+    assert 36 <= targets[-1] <= 42
+    assert targets == sorted(targets)
+    assert loop.tick(30, eats=80.0, pressure=60.0).target == targets[-1]
+
+
+def test_a_batch_that_was_just_taken_is_no_lack() -> None:
+    """The queue of a trainer with long steps rises and falls by a batch."""
+    wants = []
+    loop = Loop(workers=20)
+    for second in range(900):
+        at = second % 30
+        wants.append(
+            loop.tick(
+                eats=1200.0 * (at == 0),
+                batch_sequences=1200.0,
+                pressure=1.0 + at / 30.0,
+                settled_busy_s=100.0 + second - at,
+            ).want
+        )
+    late = [want for want in wants[300:] if want is not None]
+    assert max(late) - min(late) < 0.6
+
+
+@pytest.mark.parametrize(("group", "goes"), [(1, 1), (8, 0)])
+def test_a_worker_goes_only_if_the_difference_is_more_than_chance(group: int, goes: int) -> None:
+    """Six workers make about a sequence a second; groups of eight arrive seldom, and by chance."""
+    chance, loop = random.Random(4), Loop(workers=6)
+    for second in range(900):
+        arrives = group * (group == 1 or chance.random() < 1.0 / group)
+        loop.tick(
+            eats=64.0 * (second % 64 == 0), per_worker=arrives / 6.0, group_sequences=group, pressure=2.5
+        )
+    before = loop.last.target
+    assert before <= 7
+    for second in range(900, 1500):
+        arrives = group * (group == 1 or chance.random() < 1.0 / group)
+        loop.tick(
+            eats=51.0 * (second % 64 == 0), per_worker=arrives / 6.0, group_sequences=group, pressure=2.5
+        )
+    assert before - loop.last.target == goes
+
+
 def test_the_same_news_twice_confirm_nothing() -> None:
     loop = Loop()
     loop.tick(60)
@@ -191,11 +246,16 @@ def test_a_given_up_worker_does_not_hold_the_others_back_before_the_first_batch(
     assert loop.last.target == 7
 
 
-@pytest.mark.parametrize(("workers", "least"), [(4, 4.13), (40, 37.3)])
-def test_a_full_queue_lowers_the_want_of_many_and_leaves_few_a_spare(workers: int, least: float) -> None:
+@pytest.mark.parametrize(
+    ("workers", "pressure", "least"), [(4, 2.5, 4.13), (4, 60.0, 4.0), (40, 2.5, 40.0), (40, 60.0, 37.3)]
+)
+def test_a_full_queue_lowers_the_want_of_many_and_is_the_spare_of_few(
+    workers: int, pressure: float, least: float
+) -> None:
     loop = Loop(workers=workers)
     loop.tick(60, eats=2.0 * workers)
-    assert loop.tick(300, eats=2.0 * workers, pressure=60.0).want == pytest.approx(least, abs=0.1)
+    want = loop.tick(300, eats=2.0 * workers, pressure=pressure).want
+    assert want == pytest.approx(least, abs=0.05 + 0.02 * workers * (workers > 4))
 
 
 def test_the_fewest_stay_and_that_is_the_reason() -> None:
@@ -269,12 +329,17 @@ def test_workers_that_drain_do_not_hide_an_outage() -> None:
         assert second < 20 or loop.state.rates.silent
 
 
-def test_crashing_workers_are_more_by_their_availability_and_a_margin() -> None:
+@pytest.mark.parametrize(
+    ("start_s", "batch", "margin"), [(120.0, 1, 1.0), (120.0, 120, 0.5), (20.0, 60, 0.0)]
+)
+def test_crashing_workers_are_more_by_their_availability_and_what_the_queue_does_not_replace(
+    start_s: float, batch: int, margin: float
+) -> None:
     loop = Loop()
-    loop.tick(60, eats=16.0)
-    crew = WorkerCounts(ready=8, starting=2, restarting=2)
-    want = loop.tick(600, eats=16.0, crew=crew).want
-    assert want == pytest.approx((8.1 + math.sqrt(8.1 * 0.2)) / 0.8, rel=0.03)
+    loop.tick(60, eats=16.0, batch_sequences=batch)
+    crew = WorkerCounts(ready=8, starting=2, restarting=2, start_s=start_s)
+    want = loop.tick(1200, eats=16.0, crew=crew).want
+    assert want == pytest.approx((8.1 + margin * math.sqrt(8.1 * 0.2)) / 0.8, rel=0.03)
 
 
 def test_a_known_number_of_workers_comes_back_in_one_step() -> None:

@@ -1,4 +1,5 @@
 import math
+import random
 
 import pytest
 
@@ -32,6 +33,7 @@ class Watch:
         trainers: int = 1,
         untaught: int = 0,
         draining: int = 0,
+        group_sequences: int = 1,
     ) -> None:
         self.at += after
         self.eaten += eats
@@ -41,6 +43,7 @@ class Watch:
         seen = PressureSample(
             crew=WorkerCounts(ready=ready, draining=draining),
             untaught=untaught,
+            group_sequences=group_sequences,
             eaten=self.eaten,
             made=self.made,
             starved_s=self.trainer_s,
@@ -241,3 +244,48 @@ def test_workers_from_which_nothing_comes_and_that_do_not_wait_are_silent() -> N
         watch.second(ready=40, rollout_s=0.5)
     assert watch.rates.silent
     assert watch.rates.per_worker == pytest.approx(8.0, rel=0.05)
+
+
+def test_a_pace_that_halves_shows_within_seconds() -> None:
+    """The mean before is compared: that of all falls with the recent one."""
+    watch = Watch()
+    for _ in range(120):
+        watch.second(makes=40, ready=20)
+    for _ in range(12):
+        watch.second(makes=20, ready=20)
+    assert watch.rates.per_worker == pytest.approx(1.0, rel=0.2)
+
+
+def test_groups_that_arrive_by_chance_are_averaged_for_longer() -> None:
+    chance, watch, found = random.Random(5), Watch(), []
+    for second in range(1800):
+        groups = sum(chance.random() < 0.125 for _ in range(20))
+        watch.second(makes=16 * groups, ready=20, group_sequences=16)
+        if second > 600:
+            found.append(watch.rates.per_worker or 0.0)
+    assert max(found) / min(found) < 1.25
+    assert 0.02 < watch.rates.error < 0.07
+
+
+def test_the_error_of_a_few_groups_is_large() -> None:
+    watch = Watch()
+    for second in range(48):
+        watch.second(makes=8 * (second % 2), ready=6, group_sequences=8)
+    assert watch.rates.error == pytest.approx(0.2, abs=0.05), "24 groups"
+
+
+@pytest.mark.parametrize("batch_s", [4, 20])
+def test_the_part_of_a_step_grows_until_the_next_batch(batch_s: int) -> None:
+    watch, parts = Watch(), []
+    for second in range(400):
+        watch.second(
+            eats=60 * (second % batch_s == batch_s - 1), settled_busy_s=100.0 + second // batch_s * batch_s
+        )
+        parts.append(watch.rates.step_part)
+    assert parts[-batch_s:] == pytest.approx(
+        [(second + 1) / batch_s for second in range(batch_s - 1)] + [0.0], abs=0.3
+    )
+    watch.second(trainer_waits=1.0)
+    for _ in range(10):
+        watch.second(trainer_waits=1.0)
+    assert watch.rates.step_part > 0.95, "it waits for one"

@@ -73,3 +73,10 @@ def test_the_grain_of_the_samples_is_no_change() -> None:
         settlements = settlements.added(64, seconds, 1.0)
         if place > 20:
             assert settlements.pace == pytest.approx(38.4, rel=0.12)
+
+
+def test_the_error_of_the_pace_is_that_of_chance() -> None:
+    assert eaten(Settlements(), *[1.6] * 30).error == pytest.approx(0.0, abs=1e-9)
+    chance = random.Random(3)
+    unlike = eaten(Settlements(), *(chance.uniform(0.8, 2.4) for _ in range(60)))
+    assert 0.04 < unlike.error < 0.12
