@@ -24,7 +24,7 @@ import msgspec
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.preflight.verdicts import Problem, Progress, Verdict
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.process import ProcessSpec, Role, python_command
 from rolloutmq.services.process.child import KILL_WAIT_S, Process, spawn
 from rolloutmq.services.process.logbook import last_line
 
@@ -97,8 +97,8 @@ class _Trial:
             file, result, log = (Path(directory) / name for name in ("config.json", "result.jsonl", "log"))
             write_json(file, self._config)
             how = ("all" if self._rolled else "loading", *self._names)
-            module = "rolloutmq.launch.preflight.examination"
-            command = (sys.executable, "-m", module, str(file), str(result), str(self._timeout_s), *how)
+            words = (str(file), str(result), str(self._timeout_s), *how)
+            command = python_command(sys.executable, "rolloutmq.launch.preflight.examination", *words)
             spec = ProcessSpec(name="trial", role=Role.WORKER, argv=command, log=str(log))
             ended = self._ended(spawn(spec, secrets.token_hex(8)), result)
             found = _verdicts(result)

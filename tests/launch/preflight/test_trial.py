@@ -62,6 +62,21 @@ def test_one_that_cannot_be_interrupted_is_ended(base_dir: Path, monkeypatch: py
     )
 
 
+SHADOWS: Final = ("json", "logging", "numpy", "random", "types")
+"""Modules that every process imports."""
+
+
+def test_files_named_like_modules_change_nothing(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SHADOWS:
+        (base_dir / f"{name}.py").write_text("from helper import Good\n")
+    (base_dir / "helper.py").write_text(CLASSES)
+    monkeypatch.chdir(base_dir)
+    for entry in ("tried.py:Good", "random.py:Good", "helper:Good"):
+        assert try_environments(config(base_dir, entry)) == [
+            Verdict(env="e", tried="8 tasks drawn, 4 scripted rollouts")
+        ]
+
+
 def test_what_takes_long_is_told(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "TOLD_S", 0.0)
     told: list[str] = []
