@@ -58,8 +58,9 @@ class CharacterPolicy(ScriptedPolicy):
 
     def __init__(self, alphabet: str) -> None:
         rng = random.Random("answers")
-        lengths = range(3 * MAX_TOKENS // 2)  # some end by themselves, others by the limit
-        super().__init__(["".join(rng.choices(alphabet, k=rng.choice(lengths))) for _ in range(ANSWERS)])
+        # Some end by themselves, others by the limit; each third one ends early, also within a small limit.
+        most = [3 if number % 3 == 0 else 3 * MAX_TOKENS // 2 for number in range(ANSWERS)]
+        super().__init__(["".join(rng.choices(alphabet, k=rng.randrange(each))) for each in most])
         self._texts = tuple(dict.fromkeys((*SPECIAL, *alphabet)))
         self._ids = {text: number for number, text in enumerate(self._texts)}
 

@@ -57,6 +57,22 @@ class Turns(Plus):
         return [Trajectory.of(one, 1.0) for one in await policy.complete("1=", n=size)]
 
 
+class Retold(Plus):
+    async def member(self, policy, task, rng):
+        (one,) = await policy.complete("1=", max_tokens=3)
+        return one, (await policy.complete(f"1={one.text}2=", max_tokens=3))[0]
+
+    async def rollout(self, policy, size, rng):
+        turns = [await self.member(policy, None, rng) for _ in range(size)]
+        return [Trajectory.of(one).then(two) for one, two in turns]
+
+
+class Continued(Retold):
+    async def member(self, policy, task, rng):
+        (one,) = await policy.complete("1=", max_tokens=3)
+        return one, (await policy.complete("2=", after=Trajectory.of(one), max_tokens=3))[0]
+
+
 class Rows(Good):
     ROWS = [("1", "1"), ("2", "2"), ("3", "3")]
 

@@ -186,6 +186,15 @@ def test_the_report_has_the_frame_the_task_and_the_completion(base_dir: Path) ->
     assert re.fullmatch(r"completion  '.*' \(\d+ tokens, (stop|length)\)", completion)
 
 
+def test_turns_that_are_tokenized_again_are_found(base_dir: Path) -> None:
+    (told,) = examined(config(base_dir, "Retold")).failures
+    assert re.search(
+        r"does not begin with the turns before it: token \d+ is \d+ '2', was 2 '<eos>'; continue the sampled tokens",
+        told.problem,
+    )
+    assert passes(config(base_dir, "Continued"))
+
+
 def test_an_error_now_and_then_refuses_nothing(base_dir: Path) -> None:
     found = examined(config(base_dir, "Third"))
     assert not found.problems
