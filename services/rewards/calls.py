@@ -23,6 +23,7 @@ from math import isfinite, nan
 from typing import Any, Final
 
 from rolloutmq.schemas.config.rewards import RaterConfig
+from rolloutmq.schemas.printable import printable
 from rolloutmq.services.rewards.raters import Rater, Rating
 
 RETRY_S: Final = 0.05
@@ -368,5 +369,5 @@ def _text(value: Any, show: Callable[[Any], str] = str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(_text(error).split())
+    text = printable(" ".join(_text(error).split()))
     return f"{type(error).__name__}: {text}"[:ERROR_CHARS] if text else type(error).__name__

@@ -17,6 +17,7 @@ from rolloutmq.bus.lifecycle import hide
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.services.worker.scripted import ScriptedPolicy, play
 from rolloutmq.services.worker.user_code.failures import (
+    ENDS,
     ERROR_CHARS,
     FRAMES,
     VALUE_CHARS,
@@ -80,6 +81,11 @@ class Long(Sums):
 class Deep(Sums):
     def graded(self, text, depth=9):
         return super().graded(text) if depth == 0 else self.graded(text, depth - 1)
+
+
+class Recursive(Sums):
+    def graded(self, text):
+        return self.graded(text)
 
 
 def waits():
@@ -183,6 +189,21 @@ def test_values_are_cut_and_one_without_a_repr_is_named(code: Any, tmp_path: Pat
 
 def test_the_innermost_frames_are_enough(code: Any, tmp_path: Path) -> None:
     assert failure_of(raised(code.Deep()), UserFiles(tmp_path)).report.count(": in graded\n") == FRAMES
+
+
+def test_a_recursion_is_looked_at_from_both_ends(code: Any, tmp_path: Path) -> None:
+    """The frames that have the task are outermost, those that raised innermost."""
+    seen: list[str] = []
+
+    class Counting(UserFiles):
+        def has(self, path: str) -> bool:
+            seen.append(path)
+            return super().has(path)
+
+    report = failure_of(raised(code.Recursive()), Counting(tmp_path)).report
+    assert report.count(": in graded\n") == FRAMES
+    assert "task        (3, 4)" in report
+    assert len(seen) <= 4 * 2 * ENDS
 
 
 def test_a_file_that_is_no_python_has_its_line(tmp_path: Path) -> None:
