@@ -36,6 +36,7 @@ from rolloutmq.services.worker.user_code.failures import (
     failure_of,
     first_error,
 )
+from rolloutmq.services.worker.user_code.methods import MethodError
 
 ROLLOUTS: Final = 4
 SIZE: Final = 2
@@ -196,6 +197,8 @@ class Examination:
         With the token ids of a built model also the tokens of its turns are as they would be.
         """
         first = first_error(error)
+        if isinstance(first, MethodError):
+            return True
         if isinstance(first, InvalidGroupError):
             return is_built(self._config) or first.column in {"*", "scores"}
         return not isinstance(first, RolloutMQError)

@@ -146,6 +146,67 @@ class Third(Good):
         return 0.0
 
 
+class PromptNumber(Good):
+    def prompt(self, task):
+        return 42
+
+
+class PromptBytes(Good):
+    def prompt(self, task):
+        return b"1="
+
+
+class PromptEmpty(Good):
+    def prompt(self, task):
+        return []
+
+
+class PromptMessage(Good):
+    def prompt(self, task):
+        return {"role": "user", "content": "1="}
+
+
+class PromptAsync(Good):
+    async def prompt(self, task):
+        return "1="
+
+
+class PromptRaises(Good):
+    def prompt(self, task):
+        return task[2]
+
+
+class Endless(Good):
+    max_tokens = 0
+
+
+class Spelled(Good):
+    max_tokens = "4"
+
+
+class Cold(Good):
+    temperature = -1
+
+
+class Numbered(Good):
+    stop = 5
+
+
+class Recursive(Good):
+    def score(self, task, completion):
+        return self.score(task, completion)
+
+
+class Surrogate(Good):
+    def score(self, task, completion):
+        raise ValueError("bad \\udcff")
+
+
+class Written(Good):
+    def score(self, task, completion):
+        return "0.5"
+
+
 class Unnumbered(Good):
     def score(self, task, completion):
         return None if len(completion.text) < 99 else 1.0

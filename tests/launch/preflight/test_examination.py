@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.preflight.support import config
+from tests.launch.preflight.support import CLASSES, config
 
 from rolloutmq.launch.preflight.examination import Examination
 from rolloutmq.launch.preflight.verdicts import Verdict
@@ -129,11 +129,61 @@ def test_rows_that_are_there_pass(base_dir: Path) -> None:
     assert passes(config(base_dir, "Rows", {"task_count": 3}, evaluation={**EVALUATION, "tasks": 3}))
 
 
-@pytest.mark.parametrize("kind", ["Unlucky", "Promptless"])
-def test_an_environment_that_draws_no_task_is_refused(kind: str, base_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("Unlucky", r"drawing a task by `task` raised KeyError: 'no such dataset' \(tried\.py:\d+\)"),
+        (
+            "PromptRaises",
+            r"`PromptRaises\.prompt` raised IndexError: tuple index out of range \(tried\.py:\d+\)",
+        ),
+    ],
+)
+def test_an_environment_that_draws_no_task_is_refused(kind: str, problem: str, base_dir: Path) -> None:
     found = refused(config(base_dir, kind))
-    assert found.startswith("environment.e.entry: drawing a task by `task` raised ")
-    assert found.endswith("in 8 of 8 draws")
+    assert re.fullmatch(rf"environment\.e\.entry: {problem} in 8 of 8 draws", found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "got"),
+    [
+        ("Promptless", "None"),
+        ("PromptNumber", "42"),
+        ("PromptBytes", "b'1='"),
+        ("PromptEmpty", "[]"),
+        ("PromptMessage", "{'role': 'user', 'content': '1='}"),
+        ("PromptAsync", "a coroutine: it must not be `async def`"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_refused_with_the_method(kind: str, got: str, base_dir: Path) -> None:
+    (problem,) = examined(config(base_dir, kind)).problems
+    said = f"`{kind}.prompt` must return text, token ids or messages (got {got})"
+    line = next(at for at, text in enumerate(CLASSES.splitlines(), 1) if text == f"class {kind}(Good):") + 1
+    assert problem.problem == f"{said} (tried.py:{line}) in 8 of 8 draws"
+    assert problem.report.splitlines() == [
+        f"tried.py:{line}: in prompt",
+        f"    {'async ' if kind == 'PromptAsync' else ''}def prompt(self, task):",
+        f"E   {said}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("Endless", "`Endless.max_tokens` must be a positive integer (got 0)"),
+        ("Spelled", "`Spelled.max_tokens` must be a positive integer (got '4')"),
+        ("Cold", "`Cold.temperature` must be a finite number of at least 0 (got -1)"),
+        ("Numbered", "`Numbered.stop` must be text, a list of texts, or None (got 5)"),
+    ],
+)
+def test_an_attribute_of_another_kind_is_refused_by_its_name(kind: str, problem: str, base_dir: Path) -> None:
+    external: dict[str, Any] = {
+        "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+        "trainer": {"enabled": False},
+    }
+    for sections in ({}, external):
+        found = refused(config(base_dir, kind, **sections))
+        assert found == f"environment.e.entry: every scripted rollout failed: {problem}"
 
 
 def test_a_task_that_cannot_always_be_drawn_is_told(base_dir: Path) -> None:
@@ -164,7 +214,10 @@ def test_an_environment_is_entered_before_its_rollouts(base_dir: Path) -> None:
     ("kind", "problem"),
     [
         ("Raises", "ZeroDivisionError: division by zero (tried.py:"),
-        ("Unnumbered", "column scores: `Unnumbered.score` must return a finite number (got None)"),
+        ("Unnumbered", "column scores: `Unnumbered.score` must return a finite number (got None) (tried.py:"),
+        ("Written", "column scores: `Written.score` must return a finite number (got '0.5') (tried.py:"),
+        ("Recursive", "RecursionError: maximum recursion depth exceeded"),
+        ("Surrogate", "ValueError: bad ? (tried.py:"),
         ("Misnamed", "AttributeError: 'Completion' object has no attribute 'txet'"),
         ("Synchronous", "TypeError: `rollout` must be `async def` (it returned list)"),
     ],

@@ -77,6 +77,11 @@ def test_files_named_like_modules_change_nothing(base_dir: Path, monkeypatch: py
         ]
 
 
+def test_an_error_that_no_encoding_has_is_told(base_dir: Path) -> None:
+    (found,) = try_environments(config(base_dir, "Surrogate"))
+    assert r"E   ValueError: bad \udcff" in found.problems[0].report
+
+
 def test_what_takes_long_is_told(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "TOLD_S", 0.0)
     told: list[str] = []
