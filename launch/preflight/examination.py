@@ -20,13 +20,21 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.launch.preflight.draws import check_rows, draw, draws_alone
-from rolloutmq.launch.preflight.scripted import is_built, scripted_policy
+from rolloutmq.launch.preflight.raters import silent_raters
+from rolloutmq.launch.preflight.scripted import ContextError, is_built, scripted_policy
 from rolloutmq.launch.preflight.standalone import Plan, roll_out
 from rolloutmq.launch.preflight.verdicts import Problem, Progress, Verdict
 from rolloutmq.launch.preflight.watch import frames_now
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, InvalidGroupError, PolicyRefusedError, RolloutMQError
+from rolloutmq.schemas.errors import (
+    ConfigError,
+    InvalidGroupError,
+    PolicyRefusedError,
+    RatersMissingError,
+    RolloutMQError,
+)
 from rolloutmq.schemas.group import Group
+from rolloutmq.services.worker.environment import SingleTurn
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.user_code.exits import contain_exits
 from rolloutmq.services.worker.user_code.failures import (
@@ -85,6 +93,7 @@ class Examination:
         self._timeout_s = timeout_s
         self._late = late
         self._files = UserFiles.of(config.base_dir, config.environment.values())
+        self._environment: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._breakpoints: dict[str, None] = {}
         self._failed: list[tuple[BaseException, UserFailure]] = []
@@ -109,7 +118,7 @@ class Examination:
 
     def _loaded(self) -> tuple[Any, Verdict]:
         name, config = self._name, self._config
-        environment = load_environment(name, self._section, config.base_dir)
+        environment = self._environment = load_environment(name, self._section, config.base_dir)
         check_abilities(name, self._section, environment, numbered=name in config.curriculum)
         check_rows(config, name, environment)
         if self._rolled and draws_alone(environment):
@@ -162,27 +171,59 @@ class Examination:
     def _judged(self) -> Verdict:
         """Return what the rollouts say: refused if all failed, and not because of the script."""
         if not self._failed:
-            return Verdict(env=self._name, tried=f"{self._done} scripted rollouts")
+            return Verdict(env=self._name, tried=f"{self._done} scripted rollouts", advice=self._advice())
         if self._done or not all(self._is_certain(error) for error, _ in self._failed):
             return self._survived("a scripted rollout failed:")
-        first = self._failed[0][1]
+        error, first = self._failed[0]
+        if isinstance(context := first_error(error), ContextError):
+            return self._too_small(context, first)
         text = f"every scripted rollout failed: {first.headline}"
         path = f"environment.{self._name}.entry"
         return Verdict(env=self._name, problems=(Problem(path=path, problem=text, report=first.report),))
+
+    def _too_small(self, error: ContextError, failure: UserFailure) -> Verdict:
+        """Return the verdict on rollouts that never fit into the context of a built model."""
+        text = (
+            f"is too small for the rollouts of environment {self._name}: {error.problem} (got "
+            f"{self._config.model.max_positions}); raise it to at least {error.needed}, shorten the prompt, or lower "
+            "max_tokens"
+        )
+        problem = Problem(path="model.max_positions", problem=text, report=failure.report)
+        return Verdict(env=self._name, problems=(problem,))
+
+    def _advice(self) -> tuple[Problem, ...]:
+        """Return what the rollouts hide: raters that never rate, and sampling without a choice."""
+        return (*silent_raters(self._name, self._environment, self._files), *self._greedy())
+
+    def _greedy(self) -> Iterator[Problem]:
+        """Yield that a temperature of 0 leaves a group no different answers to learn from."""
+        environment, config = self._environment, self._config
+        if not isinstance(environment, SingleTurn) or environment.temperature > 0:
+            return
+        if self._section.split == "train" and not config.trainer.distillation.teaches:
+            yield Problem(
+                path=f"environment.{self._name}",
+                problem=f"`{type(environment).__name__}.temperature` is 0, so all answers of a group are the same, "
+                "and so are their scores: a trainer learns nothing from them; set it to 1",
+            )
 
     def _survived(self, what: str) -> Verdict:
         """Return the first failure that the script did not cause, as one that a run may survive."""
         theirs = [one for error, one in self._failed if self._is_theirs(error)]
         if not theirs:
             why = self._failed[0][1].headline
-            return Verdict(env=self._name, advice=(f"environment.{self._name}: no scripted rollout: {why}",))
+            advice = Problem(path=f"environment.{self._name}", problem=f"no scripted rollout: {why}")
+            return Verdict(env=self._name, advice=(advice,))
         path = f"environment.{self._name}.entry"
-        text = f"{what} {theirs[0].headline}"
-        return Verdict(env=self._name, failures=(Problem(path=path, problem=text, report=theirs[0].report),))
+        problem = Problem(path=path, problem=f"{what} {theirs[0].headline}", report=theirs[0].report)
+        return Verdict(env=self._name, failures=(problem,), advice=self._advice() if self._done else ())
 
     def _is_certain(self, error: BaseException) -> bool:
         """Return whether a run would meet the error, too."""
         first = first_error(error)
+        if isinstance(first, RatersMissingError):
+            faults = _faults(first)
+            return is_built(self._config) and bool(faults) and all(map(self._is_certain, faults))
         if isinstance(first, RolloutMQError):
             return self._is_theirs(error) or (
                 isinstance(first, PolicyRefusedError) and is_built(self._config)
@@ -197,8 +238,10 @@ class Examination:
         With the token ids of a built model also the tokens of its turns are as they would be.
         """
         first = first_error(error)
-        if isinstance(first, MethodError):
+        if isinstance(first, MethodError | ContextError):
             return True
+        if isinstance(first, RatersMissingError):
+            return bool(_faults(first))
         if isinstance(first, InvalidGroupError):
             return is_built(self._config) or first.column in {"*", "scores"}
         return not isinstance(first, RolloutMQError)
@@ -220,14 +263,16 @@ class Examination:
 
     def _too_long(self, failure: UserFailure, what: str) -> Verdict:
         """Return the verdict on code that takes too long."""
-        if self._done:  # it is slow, and it works
-            advice = f"environment.{self._name}: {what} {failure.error}, {self._done} of {ROLLOUTS} were done"
-            return Verdict(env=self._name, advice=(advice,))
         place = f", at {failure.where}" if failure.where else ""
+        report = failure.report if failure.where else ""
+        if self._done:  # it is slow, and it works
+            text = f"{what} {failure.error}, {self._done} of {ROLLOUTS} were done{place}"
+            slow = Problem(path=f"environment.{self._name}", problem=text, report=report)
+            return Verdict(env=self._name, advice=(slow, *self._advice()))
         problem = Problem(
             path=f"environment.{self._name}.entry",
             problem=f"{what} {failure.error}{place}; raise --timeout of `rolloutmq check` if it is only slow",
-            report=failure.report if failure.where else "",
+            report=report,
         )
         return Verdict(env=self._name, failures=(problem,))
 
@@ -248,6 +293,11 @@ class Examination:
             yield
         finally:
             timer.cancel()
+
+
+def _faults(error: RatersMissingError) -> Sequence[BaseException]:
+    """Return why each rater failed; none if all had no opinion."""
+    return error.__cause__.exceptions if isinstance(error.__cause__, BaseExceptionGroup) else ()
 
 
 def _is_of_the_worker(error: BaseException) -> bool:

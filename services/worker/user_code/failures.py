@@ -19,7 +19,8 @@ import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from inspect import isroutine, unwrap
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -266,15 +267,25 @@ def _ending(error: BaseException) -> list[str]:
 def _definition(error: BaseException, files: UserFiles) -> list[str]:
     """Return the place of what no frame has, and the lines that show it.
 
-    That is a file that is no Python, or a function that has returned: its code is `defined_at` of the error.
+    That is a file that is no Python, or a function that has returned: `users_function` of the error.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return [f"{files.name(error.filename)}:{error.lineno}"]
-    code = getattr(error, "defined_at", None)
-    if not isinstance(code, CodeType) or not files.has(code.co_filename):
+    code = _code_of(getattr(error, "users_function", None))
+    if code is None or not files.has(code.co_filename):
         return []
     place = f"{files.name(code.co_filename)}:{code.co_firstlineno}"
     return [place, *_source(place, code, code.co_firstlineno)]
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """Return the code of a function, without what wraps it, or of an object that is called; None if it has none."""
+    while isinstance(function, partial):
+        function = function.func
+    if not isroutine(function):
+        function = getattr(type(function), "__call__", None)  # noqa: B004 - its code is wanted
+    code = getattr(unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
 
 
 def _source(place: str, code: CodeType, line: int) -> Iterator[str]:

@@ -5,10 +5,9 @@ code of the method: its place stands for the frames.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from inspect import iscoroutine, unwrap
+from inspect import iscoroutine
 from math import inf, isfinite
 from numbers import Integral, Real
-from types import CodeType
 from typing import Any, Final
 
 from rolloutmq.schemas.errors import InvalidGroupError, UsageError
@@ -23,12 +22,12 @@ class MethodError(UsageError):
 
     Attributes:
         problem: What is wrong.
-        defined_at: Code of the method; None for an attribute.
+        users_function: The method; None for an attribute.
     """
 
-    def __init__(self, problem: str, defined_at: CodeType | None = None) -> None:
+    def __init__(self, problem: str, users_function: Any = None) -> None:
         self.problem = problem
-        self.defined_at = defined_at
+        self.users_function = users_function
 
     def __str__(self) -> str:
         return self.problem
@@ -38,12 +37,12 @@ class ScoreError(InvalidGroupError):
     """`score` returned no finite number.
 
     Attributes:
-        defined_at: Code of the method.
+        users_function: The method.
     """
 
-    def __init__(self, problem: str, defined_at: CodeType | None) -> None:
+    def __init__(self, problem: str, users_function: Any) -> None:
         super().__init__("scores", problem)
-        self.defined_at = defined_at
+        self.users_function = users_function
 
 
 def prompt_of(environment: Any, task: Any) -> str | list[Any]:
@@ -63,7 +62,7 @@ def prompt_of(environment: Any, task: Any) -> str | list[Any]:
     problem = (
         f"{_named(environment, 'prompt')} must return text, token ids or messages (got {_shown(returned)})"
     )
-    raise MethodError(problem, code_of(environment.prompt))
+    raise MethodError(problem, environment.prompt)
 
 
 def sampling_of(environment: Any) -> dict[str, Any]:
@@ -91,13 +90,7 @@ def check_score(environment: Any, score: Any) -> None:
     """Check what `score` returned. Raises ScoreError."""
     if not _is_finite(score):
         problem = f"{_named(environment, 'score')} must return a finite number (got {_shown(score)})"
-        raise ScoreError(problem, code_of(environment.score))
-
-
-def code_of(function: Any) -> CodeType | None:
-    """Return the code of a function of the user's, without what wraps it; None if it has none."""
-    found = getattr(unwrap(function), "__code__", None)
-    return found if isinstance(found, CodeType) else None
+        raise ScoreError(problem, environment.score)
 
 
 def _named(environment: Any, name: str) -> str:

@@ -207,6 +207,80 @@ class Written(Good):
         return "0.5"
 
 
+class Wide(Good):
+    def prompt(self, task):
+        return "1" * 5000
+
+
+class Wordy(Good):
+    max_tokens = 999
+
+
+class Twice(Good):
+    async def rollout(self, policy, size, rng):
+        (first,) = await policy.complete("1" * 61, max_tokens=1)
+        turns = Trajectory.of(first)
+        (second,) = await policy.complete([3], after=turns, max_tokens=70)
+        return [turns.then(second).scored(1.0)] * size
+
+
+class Growing(Good):
+    asked = 0
+
+    async def rollout(self, policy, size, rng):
+        self.asked += 1
+        return [Trajectory.of(one, 1.0) for one in await policy.complete("1" * 60 * self.asked, n=size)]
+
+
+class Greedy(Good):
+    temperature = 0
+
+
+def keyless(task, answer):
+    raise ValueError("no key")
+
+
+def infinite(task, answer):
+    return float("nan")
+
+
+def worded(task, answer):
+    return "good"
+
+
+def silent(task, answer):
+    return None
+
+
+def halved(task, answer):
+    return 0.5
+
+
+async def late(task, answer):
+    await asyncio.Event().wait()
+
+
+def unreachable(task, answer):
+    raise ConnectionError("no judge")
+
+
+class Paired(Unscored):
+    def __init__(self, kind):
+        self.rewards = Ensemble({"a": halved, "b": {"rater": globals()[kind], "timeout_s": 0.05}})
+
+
+class Unratable(Unscored):
+    rewards = Ensemble({"a": keyless, "b": infinite})
+
+
+class Unreachable(Unscored):
+    rewards = Ensemble({"a": unreachable, "b": infinite})
+
+
+class Opinionless(Unscored):
+    rewards = Ensemble({"a": silent})
+
+
 class Unnumbered(Good):
     def score(self, task, completion):
         return None if len(completion.text) < 99 else 1.0

@@ -278,11 +278,120 @@ def test_turns_that_do_not_continue_are_certain_with_the_token_ids_of_a_built_mo
 def test_an_environment_with_a_client_of_its_own_is_loaded_and_no_more(base_dir: Path) -> None:
     found = examined(config(base_dir, "Client"))
     assert (found.problems, found.failures) == ((), ())
-    assert found.advice[0].startswith(
+    assert str(found.advice[0].error).startswith(
         "environment.e: no scripted rollout: endpoint: a scripted policy has no server"
     )
     own = config(base_dir, "Raises", inference={"kind": "none"}, trainer={"enabled": False})
     assert examined(own).problems == (), "it samples by itself"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "problem"),
+    [
+        (
+            "Wide",
+            {},
+            r"the prompt has 5001 tokens and max_tokens is 16 \(got 128\); raise it to at least 5017, ",
+        ),
+        (
+            "Wordy",
+            {},
+            r"the prompt has \d tokens and max_tokens is 999 \(got 128\); raise it to at least 100\d, ",
+        ),
+        (
+            "Twice",
+            {},
+            r"the prompt has 6\d tokens and max_tokens is 70 \(got 128\); raise it to at least 13\d, ",
+        ),
+        (
+            "Good",
+            {"model": {"max_positions": 18}},
+            r"the prompt has \d tokens and max_tokens is 16 \(got 18\); raise",
+        ),
+    ],
+)
+def test_rollouts_longer_than_the_context_of_a_built_model_are_refused(
+    kind: str, sections: dict[str, Any], problem: str, base_dir: Path
+) -> None:
+    found = refused(config(base_dir, kind, **sections))
+    assert re.match(
+        rf"model\.max_positions: is too small for the rollouts of environment e: {problem}", found
+    )
+    external: dict[str, Any] = {
+        "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+        "trainer": {"enabled": False},
+    }
+    assert passes(config(base_dir, kind, **{**sections, **external})), "its context is not known here"
+
+
+def test_a_rollout_that_is_longer_than_the_context_now_and_then_is_told(base_dir: Path) -> None:
+    found = examined(config(base_dir, "Growing"))
+    assert not found.problems
+    (told,) = found.failures
+    assert (
+        "a scripted rollout failed: policy: request refused with status 400: the context has 128"
+        in told.problem
+    )
+
+
+def test_raters_that_all_raise_are_refused_with_their_frames(base_dir: Path) -> None:
+    (problem,) = examined(config(base_dir, "Unratable")).problems
+    assert re.match(
+        r"every scripted rollout failed: rewards: too few ratings of an answer \(got 0, min_raters 1\): a: "
+        r"ValueError: no key; b: returned no finite number \(float nan\) \(tried\.py:\d+\)",
+        problem.problem,
+    )
+    frame, source, *_ = problem.report.splitlines()
+    assert re.fullmatch(r"tried\.py:\d+: in keyless", frame)
+    assert source == '    raise ValueError("no key")'
+
+
+def test_raters_that_a_network_or_another_answer_may_help_refuse_nothing(base_dir: Path) -> None:
+    (told,) = examined(config(base_dir, "Unreachable")).failures
+    assert "min_raters 1): a: ConnectionError: no judge; b: returned no finite number" in told.problem
+    assert "in unreachable\n" in told.report
+    external: dict[str, Any] = {
+        "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+        "trainer": {"enabled": False},
+    }
+    found = examined(config(base_dir, "Unratable", **external))
+    assert not found.problems
+    assert "a: ValueError: no key" in found.failures[0].problem
+    (advice,) = examined(config(base_dir, "Opinionless")).advice
+    assert advice.problem.startswith("no scripted rollout: rewards: too few ratings")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "source"),
+    [
+        ("keyless", "ValueError: no key", '    raise ValueError("no key")'),
+        ("infinite", "returned no finite number (float nan)", "    def infinite(task, answer):"),
+        ("worded", "returned no finite number (str 'good')", "    def worded(task, answer):"),
+        ("late", "took longer than timeout_s (0.05 s)", "    async def late(task, answer):"),
+    ],
+)
+def test_a_rater_that_never_rates_is_told_with_its_frames(
+    kind: str, why: str, source: str, base_dir: Path
+) -> None:
+    found = examined(config(base_dir, "Paired", {"options": {"kind": kind}}))
+    assert (found.problems, found.failures) == ((), ())
+    (told,) = found.advice
+    assert told.path == "environment.e"
+    assert re.fullmatch(
+        rf"rater b rated none of 8 answers: {re.escape(why)} \(tried\.py:\d+\); only other raters make the score",
+        told.problem,
+    )
+    place, shown, *_ = told.report.splitlines()
+    assert place.endswith(f": in {kind}")
+    assert shown.strip() == source.strip()
+    assert examined(config(base_dir, "Paired", {"options": {"kind": "silent"}})).advice == (), "no opinion"
+
+
+def test_a_temperature_of_zero_is_advised_against(base_dir: Path) -> None:
+    (told,) = examined(config(base_dir, "Greedy")).advice
+    assert told.problem.startswith("`Greedy.temperature` is 0, so all answers of a group are the same")
+    distilled = {"distillation": {"kind": "top_k"}}
+    assert examined(config(base_dir, "Greedy", trainer=distilled)).advice == ()
 
 
 def test_a_breakpoint_is_refused_with_its_place(base_dir: Path) -> None:
