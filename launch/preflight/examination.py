@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.launch.preflight.draws import check_rows, draw, draws_alone
+from rolloutmq.launch.preflight.noted_methods import NOTES, Note, NoteFile, note_methods, silent
 from rolloutmq.launch.preflight.raters import silent_raters
 from rolloutmq.launch.preflight.scripted import ContextError, is_built, scripted_policy
 from rolloutmq.launch.preflight.standalone import Plan, roll_out
@@ -75,6 +76,7 @@ class Examination:
         rolled: Whether to draw tasks and roll out, too.
         timeout_s: Time-out, in seconds.
         late: Called from another thread with the place of code that takes too long.
+        note: Told what runs.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Examination:
         rolled: bool = True,
         timeout_s: float = 60.0,
         late: Callable[[Verdict], None] = lambda _verdict: None,
+        note: Note = silent,
     ) -> None:
         self._config = config
         self._name = name
@@ -92,6 +95,7 @@ class Examination:
         self._rolled = rolled
         self._timeout_s = timeout_s
         self._late = late
+        self._note = note
         self._files = UserFiles.of(config.base_dir, config.environment.values())
         self._environment: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -118,7 +122,11 @@ class Examination:
 
     def _loaded(self) -> tuple[Any, Verdict]:
         name, config = self._name, self._config
+        self._note(f"loading {self._section.entry or self._section.verifiers}")
         environment = self._environment = load_environment(name, self._section, config.base_dir)
+        self._note("drawing its tasks")
+        if self._note is not silent:
+            note_methods(type(environment), self._files, self._note)
         check_abilities(name, self._section, environment, numbered=name in config.curriculum)
         check_rows(config, name, environment)
         if self._rolled and draws_alone(environment):
@@ -130,6 +138,7 @@ class Examination:
         given = self._section.tasks == "submitted" and self._name not in self._config.curriculum
         if self._section.verifiers or self._config.inference.kind == "none" or given:
             return None
+        self._note(SCRIPTED)
         limit_s = max(LEAST_S, self._timeout_s * ROLLOUT_SHARE)
         with self._limited(limit_s, SCRIPTED):
             try:
@@ -266,7 +275,10 @@ class Examination:
         place = f", at {failure.where}" if failure.where else ""
         report = failure.report if failure.where else ""
         if self._done:  # it is slow, and it works
-            text = f"{what} {failure.error}, {self._done} of {ROLLOUTS} were done{place}"
+            text = (
+                f"{what} {failure.error}, {self._done} of {ROLLOUTS} were done{place}; code that blocks holds up all "
+                "rollouts of its worker: await it, or run it in a thread"
+            )
             slow = Problem(path=f"environment.{self._name}", problem=text, report=report)
             return Verdict(env=self._name, advice=(slow, *self._advice()))
         problem = Problem(
@@ -325,6 +337,7 @@ def main(arguments: Sequence[str]) -> int:
     file, result, timeout, rolled, *names = arguments
     config = RunConfig.model_validate_json(Path(file).read_bytes())
     path = Path(result)
+    notes = NoteFile(path.with_name(NOTES))
 
     def write(line: Progress | Verdict) -> None:
         with path.open("ab") as output:
@@ -337,7 +350,9 @@ def main(arguments: Sequence[str]) -> int:
 
     for name in names:
         write(Progress(env=name))
-        examination = Examination(config, name, rolled=rolled == "all", timeout_s=float(timeout), late=late)
+        examination = Examination(
+            config, name, rolled=rolled == "all", timeout_s=float(timeout), late=late, note=notes.note
+        )
         write(examination.verdict())
     return 0
 

@@ -175,6 +175,12 @@ def failure_at(frames: Sequence[FrameType], files: UserFiles, why: str) -> UserF
     return _failure(stack, files, why, [why])
 
 
+def place_of(function: Any, files: UserFiles) -> str:
+    """Return file and line of a function of the user's; empty if it is none."""
+    code = _code_of(function)
+    return _place(code, files) if code is not None else ""
+
+
 def first_error(error: BaseException) -> BaseException:
     """Return the error, or of an exception group its first one."""
     while isinstance(error, BaseExceptionGroup):
@@ -272,10 +278,13 @@ def _definition(error: BaseException, files: UserFiles) -> list[str]:
     if isinstance(error, SyntaxError) and error.filename:
         return [f"{files.name(error.filename)}:{error.lineno}"]
     code = _code_of(getattr(error, "users_function", None))
-    if code is None or not files.has(code.co_filename):
+    if code is None or not (place := _place(code, files)):
         return []
-    place = f"{files.name(code.co_filename)}:{code.co_firstlineno}"
     return [place, *_source(place, code, code.co_firstlineno)]
+
+
+def _place(code: CodeType, files: UserFiles) -> str:
+    return f"{files.name(code.co_filename)}:{code.co_firstlineno}" if files.has(code.co_filename) else ""
 
 
 def _code_of(function: Any) -> CodeType | None:

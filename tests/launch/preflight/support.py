@@ -9,6 +9,7 @@ from rolloutmq.schemas.config.run import RunConfig
 CLASSES: Final = """
 import asyncio
 import os
+import signal
 
 from rolloutmq import Ensemble, SingleTurn, Trajectory
 
@@ -279,6 +280,37 @@ class Unreachable(Unscored):
 
 class Opinionless(Unscored):
     rewards = Ensemble({"a": silent})
+
+
+class ScoreExits(Good):
+    async def score(self, task, completion):
+        await asyncio.sleep(0)
+        os._exit(0)
+
+
+class PromptKills(Good):
+    def prompt(self, task):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RolloutFaults(Good):
+    async def rollout(self, policy, size, rng):
+        self.prompt(self.task(rng))
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class RaterExits(Unscored):
+    rewards = Ensemble({"a": lambda task, answer: os._exit(3)})
+
+
+class Slow(Good):
+    scored = 0
+
+    async def score(self, task, completion):
+        self.scored += 1
+        if self.scored > 5:
+            await asyncio.Event().wait()
+        return 0.0
 
 
 class Unnumbered(Good):

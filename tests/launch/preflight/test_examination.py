@@ -409,5 +409,15 @@ def test_code_that_waits_is_told_with_its_place(base_dir: Path) -> None:
     assert "await asyncio.Event().wait()" in told.report
 
 
+def test_slow_code_that_works_is_advised_against_with_its_place(base_dir: Path) -> None:
+    found = examined(config(base_dir, "Slow"), timeout_s=6.0)
+    assert (found.problems, found.failures) == ((), ())
+    (told,) = found.advice
+    assert re.match(
+        r"its scripted rollouts took longer than 2 s, 2 of 4 were done, at tried\.py:\d+; ", told.problem
+    )
+    assert "await asyncio.Event().wait()" in told.report
+
+
 def test_rollouts_of_wrong_sections_are_left_out(base_dir: Path) -> None:
     assert Examination(config(base_dir, "Raises"), "e", rolled=False).verdict() == Verdict(env="e")

@@ -40,7 +40,9 @@ def test_one_that_ends_the_process_or_hangs_hides_no_other(base_dir: Path) -> No
     )
     left, hung, spun, good = found
     assert left.failures[0].error.path == "environment.leaving"
-    assert left.failures[0].problem == "could not be checked, exit code 7; its workers will tell"
+    assert left.failures[0].problem == (
+        "loading tried.py:Leaving ended the process: exit code 7; it would end its workers, too"
+    )
     assert re.match(
         r"loading it and drawing tasks took longer than 5 s, at tried\.py:\d+; raise --timeout",
         hung.failures[0].problem,
@@ -52,6 +54,25 @@ def test_one_that_ends_the_process_or_hangs_hides_no_other(base_dir: Path) -> No
     assert (good.env, good.problems, good.failures) == ("good", (), ())
     assert not any(one.problems for one in found)
     assert "checks environment hanging (timeout 6 s)" in told
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "ended"),
+    [
+        ("ScoreExits", "score", "exit code 0"),
+        ("PromptKills", "prompt", "killed by SIGKILL"),
+        ("RolloutFaults", "rollout", "killed by SIGSEGV"),
+        ("RaterExits", "", "exit code 3"),
+    ],
+)
+def test_the_method_that_ended_the_process_is_named(
+    kind: str, method: str, ended: str, base_dir: Path
+) -> None:
+    (found,) = try_environments(config(base_dir, kind))
+    what = rf"`{kind}\.{method}` \(tried\.py:\d+\)" if method else "its scripted rollouts"
+    assert re.fullmatch(
+        rf"{what} ended the process: {ended}; it would end its workers, too", found.failures[0].problem
+    )
 
 
 def test_one_that_cannot_be_interrupted_is_ended(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
