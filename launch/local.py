@@ -115,6 +115,8 @@ def up(config: RunConfig, options: UpOptions) -> int:
     found = check(config, tell=tell)
     for failure in found.failures:
         tell(f"warning: {failure}")
+    for each in found.advice:
+        tell(f"advice: {each}")
     token = secrets.token_hex(8)
     with claimed(config.run.dir, token, resume=options.resume) as layout:
         os.close(private_fd(layout.log("up"), os.O_WRONLY | os.O_CREAT))

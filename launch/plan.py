@@ -10,7 +10,7 @@ import msgspec
 
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.process import ProcessSpec, Role, python_command
 
 STOP_ORDER: Final[Sequence[frozenset[Role]]] = (
     frozenset({Role.TRAINER, Role.ORCHESTRATOR, Role.CURRICULUM}),
@@ -68,9 +68,10 @@ def _service(role: Role, layout: RunLayout, python: str) -> ProcessSpec:
     return ProcessSpec(
         name=role.value,
         role=role,
-        argv=(
-            *(python, "-m", "rolloutmq.launch.service_process", _COMMANDS.get(role, role.value)),
-            *("--run-dir", str(layout.root)),
+        argv=python_command(
+            python,
+            "rolloutmq.launch.service_process",
+            *(_COMMANDS.get(role, role.value), "--run-dir", str(layout.root)),
         ),
         log=str(layout.log(role.value)),
         spare=role is Role.GATEWAY,

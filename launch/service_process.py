@@ -1,4 +1,4 @@
-"""Start of one process of a run: `python -m rolloutmq.launch.service_process NAME --run-dir DIR [OPTION VALUE]`.
+"""Start of one process of a run: `python -P -m rolloutmq.launch.service_process NAME --run-dir DIR [OPTION VALUE]`.
 
 The launcher and the orchestrator start processes this way. The module does without the library of the command line:
 its import takes 37 of the 560 ms of CPU until a broker is ready. `rolloutmq NAME` does the same with help and checks.
@@ -12,6 +12,7 @@ from typing import Final
 
 from rolloutmq.bus.lifecycle import gc_paused
 from rolloutmq.launch.endings import guarded
+from rolloutmq.schemas.process import python_command
 
 
 def broker(run_dir: Path) -> int:
@@ -106,7 +107,7 @@ def main() -> None:
     options = dict(zip(words, rest[1::2], strict=False))
     if not _fits(name, rest, options):
         # The command line says what is wrong.
-        os.execv(sys.executable, [sys.executable, "-m", "rolloutmq.launch.cli", *sys.argv[1:]])
+        os.execv(sys.executable, python_command(sys.executable, "rolloutmq.launch.cli", *sys.argv[1:]))
     run_dir = Path(options.pop("run_dir"))
     guarded(lambda: STARTS[name](run_dir, **options))
 

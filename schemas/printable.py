@@ -14,8 +14,10 @@ from typing import Final
 _CONTROLS: Final = (*range(0x20), *range(0x7F, 0xA0))
 _ORDERS: Final = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 """Line separators, and marks that reverse the order of what is shown."""
+_SURROGATES: Final = range(0xD800, 0xE000)
+"""Halves of characters, which no encoding has; `surrogateescape` makes them of bytes that are no UTF-8."""
 _NAMED: Final = {0x09: "\\t", 0x0A: "\\n", 0x0D: "\\r"}
-_ESCAPES: Final = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *_ORDERS)} | _NAMED
+_ESCAPES: Final = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *_ORDERS, *_SURROGATES)} | _NAMED
 """The escapes are those of JSON: text that was valid JSON before still is."""
 HTML_ROWS: Final = 10
 """Most rows of a table in a notebook."""
@@ -25,12 +27,12 @@ _ESCAPES_IN_LINES: Final = {code: text for code, text in _ESCAPES.items() if cod
 
 
 def printable(text: str) -> str:
-    """Return text as one line without control characters."""
+    """Return text as one line without control characters, in valid UTF-8."""
     return text if text.isascii() and text.isprintable() else text.translate(_ESCAPES)
 
 
 def printable_lines(text: str) -> str:
-    """Return text with its newlines and tabs, and without other control characters."""
+    """Return text with its newlines and tabs, and without other control characters, in valid UTF-8."""
     return text.translate(_ESCAPES_IN_LINES)
 
 

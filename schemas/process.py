@@ -12,6 +12,20 @@ MISSED_FELLOW: Final = 5
 """Exit code of a process that waited `crew_patience_s` in vain for another of its crew."""
 
 
+def python_command(python: str, module: str, *words: str) -> tuple[str, ...]:
+    """Return the command that runs a module of this package.
+
+    With `-P` the working directory is no place of modules: a `json.py` or `types.py` of the user's there would replace
+    the module of that name in the process. `PYTHONPATH` counts as before.
+
+    Args:
+        python: The interpreter.
+        module: Name of the module.
+        words: Its arguments.
+    """
+    return (python, "-P", "-m", module, *words)
+
+
 class Role(StrEnum):
     """Role of a process; the launcher ends roles in a fixed order."""
 

@@ -15,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from textwrap import indent
 from typing import Final
@@ -185,7 +184,6 @@ def configuration(
         found = checks.examine(config, timeout_s=timeout_s or TIMEOUT_S, tell=tell)
     except RolloutMQError as error:
         found = checks.Examined(problems_of(error))
-    advice = partial(Finding, "configuration", fine=False, found=str(file), needed=False)
     fine = [] if found.problems else [Finding("configuration", fine=True, found=str(file))]
     return [
         *fine,
@@ -195,7 +193,7 @@ def configuration(
             Finding(f"environment {name}", fine=True, found=what or "loaded")
             for name, what in found.tried.items()
         ),
-        *(advice(remedy=each) for each in found.advice),
+        *(_advised(each) for each in found.advice),
     ]
 
 
@@ -212,6 +210,10 @@ def _failed(failure: UserCodeError) -> Finding:
     return Finding(
         failure.path, fine=False, found=failure.problem, verdict="FAILED", needed=True, report=failure.report
     )
+
+
+def _advised(advice: UserCodeError) -> Finding:
+    return Finding(advice.path, fine=False, found=advice.problem, needed=False, report=advice.report)
 
 
 def check(file: Path, *, assignments: Iterable[str], timeout_s: float, as_json: bool) -> int:

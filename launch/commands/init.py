@@ -13,7 +13,7 @@ from typing import Final
 
 from rolloutmq.schemas.errors import ConfigError
 
-FILES: Final = ("environment.py", "config.toml", "test_environment.py", "README.md")
+FILES: Final = ("environment.py", "config.toml", "test_environment.py", "pytest.ini", "README.md")
 TRAINER_FILES: Final = ("trainer.py", "test_trainer.py")
 """Further files of a project with a trainer."""
 _FOR_TRAINER: Final = {"config.toml": "config-trainer.toml", "README.md": "README-trainer.md"}

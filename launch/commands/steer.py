@@ -34,6 +34,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, RefusedError, UsageError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target
 from rolloutmq.schemas.printable import printable_lines
+from rolloutmq.schemas.process import python_command
 from rolloutmq.schemas.wire.control import (
     Drain,
     GetStatus,
@@ -167,7 +168,7 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
     root.parent.mkdir(parents=True, exist_ok=True)
     output = root.with_name(f"{root.name}.out")
     rest = [argument for argument in arguments if argument != "--detach"]
-    command = [sys.executable, "-m", "rolloutmq.launch.cli", *rest, "--plain"]
+    command = python_command(sys.executable, "rolloutmq.launch.cli", *rest, "--plain")
     with private_file(output, "wb") as log:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

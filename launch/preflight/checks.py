@@ -50,13 +50,13 @@ class Examined:
     Attributes:
         problems: Why the run is refused.
         failures: Exceptions and time-outs of the environments' code that the run may survive.
-        advice: What could not be checked, and what a reader may want to know, a line each.
+        advice: What could not be checked, and what a reader may want to know.
         tried: What was done with each environment that was tried, by name.
     """
 
     problems: tuple[RolloutMQError, ...] = ()
     failures: tuple[UserCodeError, ...] = ()
-    advice: tuple[str, ...] = ()
+    advice: tuple[UserCodeError, ...] = ()
     tried: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -120,8 +120,9 @@ def examine(config: RunConfig, *, timeout_s: float = TIMEOUT_S, tell: Tell = _si
         failures=tuple(one.error for verdict in verdicts for one in verdict.failures),
         advice=(
             *_advise_weights(config),
+            *_lone_sequences(config),
             *_short_drains(config),
-            *(line for verdict in verdicts for line in verdict.advice),
+            *(one.error for verdict in verdicts for one in verdict.advice),
         ),
         tried={one.env: one.tried for one in verdicts if not one.problems and not one.failures},
     )
@@ -191,27 +192,43 @@ def _check_packages(config: RunConfig) -> None:
     _check_device(config)
 
 
-def _advise_weights(config: RunConfig) -> tuple[str, ...]:
+def _advise_weights(config: RunConfig) -> Iterator[UserCodeError]:
     """Tell who must publish the weights that the engines of a run without a trainer wait for."""
     kind = config.inference.kind
     if config.trainer.enabled or kind not in {"tiny", "vllm"} or not config.environment:
-        return ()
-    return (
-        f'inference.kind: "{kind}" samples from the weights of a trainer, and trainer.enabled is false; no worker '
-        "starts before a trainer beside it shares its weights (share_weights does; TRL's and SkyRL's adapters can, "
-        'verl\'s cannot). With engines of its own set kind = "external" and url',
+        return
+    yield UserCodeError(
+        "inference.kind",
+        f'"{kind}" samples from the weights of a trainer, and trainer.enabled is false; no worker starts before a '
+        "trainer beside it shares its weights (share_weights does; TRL's and SkyRL's adapters can, verl's cannot). "
+        'With engines of its own set kind = "external" and url',
     )
 
 
-def _short_drains(config: RunConfig) -> Iterator[str]:
-    """Yield a line for each environment whose rollouts may take longer than a drain waits for them."""
+def _lone_sequences(config: RunConfig) -> Iterator[UserCodeError]:
+    """Yield each environment whose groups have one sequence, which the losses compare with nothing."""
+    trainer = config.trainer
+    if not trainer.enabled or trainer.distillation.teaches:
+        return
+    for name, environment in config.environment.items():
+        if environment.split == "train" and environment.group_size == 1:
+            yield UserCodeError(
+                f"environment.{name}.group_size",
+                "a score counts by its distance from the other scores of its group, so the trainer learns nothing from "
+                "a group of one sequence (got 1); set it to at least 2, or send a column `advantages`",
+            )
+
+
+def _short_drains(config: RunConfig) -> Iterator[UserCodeError]:
+    """Yield each environment whose rollouts may take longer than a drain waits for them."""
     limits = config.orchestrator
     for name, environment in config.environment.items() if limits.enabled else ():
         longest_s = environment.rollout_timeout_s
         if (drain_s := limits.drain_s(longest_s)) < longest_s:
-            yield (
-                f"orchestrator.drain_deadline_s: {drain_s:g} s is shorter than environment.{name}.rollout_timeout_s "
-                f"({longest_s:g} s), so each drain abandons rollouts that take longer; remove it, or lower the timeout"
+            yield UserCodeError(
+                "orchestrator.drain_deadline_s",
+                f"{drain_s:g} s is shorter than environment.{name}.rollout_timeout_s ({longest_s:g} s), so each drain "
+                "abandons rollouts that take longer; remove it, or lower the timeout",
             )
 
 

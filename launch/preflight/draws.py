@@ -13,6 +13,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.services.worker.environment import GroupPerTask
 from rolloutmq.services.worker.user_code.failures import UserFailure, UserFiles, failure_of, one_line
+from rolloutmq.services.worker.user_code.methods import MethodError, prompt_of
 from rolloutmq.services.worker.verifiers.rows import RowEnvironment
 
 DRAWN: Final = 8
@@ -75,12 +76,17 @@ def draw(config: RunConfig, name: str, environment: "GroupPerTask[Any]", files: 
     failures: list[tuple[str, UserFailure]] = []
     draws = list(_draws(config, name, environment))
     for each in draws:
+        what = f"drawing a task by `{each.method}` raised "
         try:
             task = each.task()
             if iscoroutine(task):
                 task.close()
                 return Verdict(env=name)
-            texts = list(texts_of(environment.prompt(task)))
+            what = f"`{type(environment).__name__}.prompt` raised "
+            texts = list(texts_of(_prompt(environment, task)))
+        except MethodError as error:
+            failures.append(("", failure_of(error, files)))
+            continue
         except Exception as error:
             if each.key and isinstance(error, LookupError):
                 raise ConfigError(
@@ -88,18 +94,25 @@ def draw(config: RunConfig, name: str, environment: "GroupPerTask[Any]", files: 
                     f"{type(environment).__name__}.{each.method} of environment {name} has no task {each.number}, it "
                     f"raised {one_line(error)} (got {each.number + 1}); lower it to the number of tasks",
                 ) from error
-            failures.append((each.method, failure_of(error, files)))
+            failures.append((what, failure_of(error, files)))
             continue
         for text in texts if alphabet else ():
             _check_characters(text, alphabet, name)
     return _verdict(name, failures, len(draws))
 
 
+def _prompt(environment: "GroupPerTask[Any]", task: Any) -> Any:
+    """Return the prompt of a task; the rows of a package may have one without messages."""
+    if isinstance(environment, RowEnvironment):
+        return environment.prompt(task)
+    return prompt_of(environment, task)
+
+
 def _verdict(name: str, failures: list[tuple[str, UserFailure]], drawn: int) -> Verdict:
     if not failures:
         return Verdict(env=name, tried=f"{drawn} tasks drawn" if drawn else "")
-    method, first = failures[0]
-    text = f"drawing a task by `{method}` raised {first.headline} in {len(failures)} of {drawn} draws"
+    what, first = failures[0]
+    text = f"{what}{first.headline} in {len(failures)} of {drawn} draws"
     problem = Problem(path=f"environment.{name}.entry", problem=text, report=first.report)
     if len(failures) == drawn:
         return Verdict(env=name, problems=(problem,))

@@ -20,13 +20,22 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.launch.preflight.draws import check_rows, draw, draws_alone
-from rolloutmq.launch.preflight.scripted import is_built, scripted_policy
+from rolloutmq.launch.preflight.noted_methods import NOTES, Note, NoteFile, note_methods, silent
+from rolloutmq.launch.preflight.raters import silent_raters
+from rolloutmq.launch.preflight.scripted import ContextError, is_built, scripted_policy
 from rolloutmq.launch.preflight.standalone import Plan, roll_out
 from rolloutmq.launch.preflight.verdicts import Problem, Progress, Verdict
 from rolloutmq.launch.preflight.watch import frames_now
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, InvalidGroupError, PolicyRefusedError, RolloutMQError
+from rolloutmq.schemas.errors import (
+    ConfigError,
+    InvalidGroupError,
+    PolicyRefusedError,
+    RatersMissingError,
+    RolloutMQError,
+)
 from rolloutmq.schemas.group import Group
+from rolloutmq.services.worker.environment import SingleTurn
 from rolloutmq.services.worker.loader import check_abilities, load_environment
 from rolloutmq.services.worker.user_code.exits import contain_exits
 from rolloutmq.services.worker.user_code.failures import (
@@ -36,6 +45,7 @@ from rolloutmq.services.worker.user_code.failures import (
     failure_of,
     first_error,
 )
+from rolloutmq.services.worker.user_code.methods import MethodError
 
 ROLLOUTS: Final = 4
 SIZE: Final = 2
@@ -66,6 +76,7 @@ class Examination:
         rolled: Whether to draw tasks and roll out, too.
         timeout_s: Time-out, in seconds.
         late: Called from another thread with the place of code that takes too long.
+        note: Told what runs.
     """
 
     def __init__(
@@ -76,6 +87,7 @@ class Examination:
         rolled: bool = True,
         timeout_s: float = 60.0,
         late: Callable[[Verdict], None] = lambda _verdict: None,
+        note: Note = silent,
     ) -> None:
         self._config = config
         self._name = name
@@ -83,7 +95,9 @@ class Examination:
         self._rolled = rolled
         self._timeout_s = timeout_s
         self._late = late
+        self._note = note
         self._files = UserFiles.of(config.base_dir, config.environment.values())
+        self._environment: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._breakpoints: dict[str, None] = {}
         self._failed: list[tuple[BaseException, UserFailure]] = []
@@ -108,7 +122,11 @@ class Examination:
 
     def _loaded(self) -> tuple[Any, Verdict]:
         name, config = self._name, self._config
-        environment = load_environment(name, self._section, config.base_dir)
+        self._note(f"loading {self._section.entry or self._section.verifiers}")
+        environment = self._environment = load_environment(name, self._section, config.base_dir)
+        self._note("drawing its tasks")
+        if self._note is not silent:
+            note_methods(type(environment), self._files, self._note)
         check_abilities(name, self._section, environment, numbered=name in config.curriculum)
         check_rows(config, name, environment)
         if self._rolled and draws_alone(environment):
@@ -120,6 +138,7 @@ class Examination:
         given = self._section.tasks == "submitted" and self._name not in self._config.curriculum
         if self._section.verifiers or self._config.inference.kind == "none" or given:
             return None
+        self._note(SCRIPTED)
         limit_s = max(LEAST_S, self._timeout_s * ROLLOUT_SHARE)
         with self._limited(limit_s, SCRIPTED):
             try:
@@ -161,27 +180,59 @@ class Examination:
     def _judged(self) -> Verdict:
         """Return what the rollouts say: refused if all failed, and not because of the script."""
         if not self._failed:
-            return Verdict(env=self._name, tried=f"{self._done} scripted rollouts")
+            return Verdict(env=self._name, tried=f"{self._done} scripted rollouts", advice=self._advice())
         if self._done or not all(self._is_certain(error) for error, _ in self._failed):
             return self._survived("a scripted rollout failed:")
-        first = self._failed[0][1]
+        error, first = self._failed[0]
+        if isinstance(context := first_error(error), ContextError):
+            return self._too_small(context, first)
         text = f"every scripted rollout failed: {first.headline}"
         path = f"environment.{self._name}.entry"
         return Verdict(env=self._name, problems=(Problem(path=path, problem=text, report=first.report),))
+
+    def _too_small(self, error: ContextError, failure: UserFailure) -> Verdict:
+        """Return the verdict on rollouts that never fit into the context of a built model."""
+        text = (
+            f"is too small for the rollouts of environment {self._name}: {error.problem} (got "
+            f"{self._config.model.max_positions}); raise it to at least {error.needed}, shorten the prompt, or lower "
+            "max_tokens"
+        )
+        problem = Problem(path="model.max_positions", problem=text, report=failure.report)
+        return Verdict(env=self._name, problems=(problem,))
+
+    def _advice(self) -> tuple[Problem, ...]:
+        """Return what the rollouts hide: raters that never rate, and sampling without a choice."""
+        return (*silent_raters(self._name, self._environment, self._files), *self._greedy())
+
+    def _greedy(self) -> Iterator[Problem]:
+        """Yield that a temperature of 0 leaves a group no different answers to learn from."""
+        environment, config = self._environment, self._config
+        if not isinstance(environment, SingleTurn) or environment.temperature > 0:
+            return
+        if self._section.split == "train" and not config.trainer.distillation.teaches:
+            yield Problem(
+                path=f"environment.{self._name}",
+                problem=f"`{type(environment).__name__}.temperature` is 0, so all answers of a group are the same, "
+                "and so are their scores: a trainer learns nothing from them; set it to 1",
+            )
 
     def _survived(self, what: str) -> Verdict:
         """Return the first failure that the script did not cause, as one that a run may survive."""
         theirs = [one for error, one in self._failed if self._is_theirs(error)]
         if not theirs:
             why = self._failed[0][1].headline
-            return Verdict(env=self._name, advice=(f"environment.{self._name}: no scripted rollout: {why}",))
+            advice = Problem(path=f"environment.{self._name}", problem=f"no scripted rollout: {why}")
+            return Verdict(env=self._name, advice=(advice,))
         path = f"environment.{self._name}.entry"
-        text = f"{what} {theirs[0].headline}"
-        return Verdict(env=self._name, failures=(Problem(path=path, problem=text, report=theirs[0].report),))
+        problem = Problem(path=path, problem=f"{what} {theirs[0].headline}", report=theirs[0].report)
+        return Verdict(env=self._name, failures=(problem,), advice=self._advice() if self._done else ())
 
     def _is_certain(self, error: BaseException) -> bool:
         """Return whether a run would meet the error, too."""
         first = first_error(error)
+        if isinstance(first, RatersMissingError):
+            faults = _faults(first)
+            return is_built(self._config) and bool(faults) and all(map(self._is_certain, faults))
         if isinstance(first, RolloutMQError):
             return self._is_theirs(error) or (
                 isinstance(first, PolicyRefusedError) and is_built(self._config)
@@ -196,6 +247,10 @@ class Examination:
         With the token ids of a built model also the tokens of its turns are as they would be.
         """
         first = first_error(error)
+        if isinstance(first, MethodError | ContextError):
+            return True
+        if isinstance(first, RatersMissingError):
+            return bool(_faults(first))
         if isinstance(first, InvalidGroupError):
             return is_built(self._config) or first.column in {"*", "scores"}
         return not isinstance(first, RolloutMQError)
@@ -217,14 +272,19 @@ class Examination:
 
     def _too_long(self, failure: UserFailure, what: str) -> Verdict:
         """Return the verdict on code that takes too long."""
-        if self._done:  # it is slow, and it works
-            advice = f"environment.{self._name}: {what} {failure.error}, {self._done} of {ROLLOUTS} were done"
-            return Verdict(env=self._name, advice=(advice,))
         place = f", at {failure.where}" if failure.where else ""
+        report = failure.report if failure.where else ""
+        if self._done:  # it is slow, and it works
+            text = (
+                f"{what} {failure.error}, {self._done} of {ROLLOUTS} were done{place}; code that blocks holds up all "
+                "rollouts of its worker: await it, or run it in a thread"
+            )
+            slow = Problem(path=f"environment.{self._name}", problem=text, report=report)
+            return Verdict(env=self._name, advice=(slow, *self._advice()))
         problem = Problem(
             path=f"environment.{self._name}.entry",
             problem=f"{what} {failure.error}{place}; raise --timeout of `rolloutmq check` if it is only slow",
-            report=failure.report if failure.where else "",
+            report=report,
         )
         return Verdict(env=self._name, failures=(problem,))
 
@@ -245,6 +305,11 @@ class Examination:
             yield
         finally:
             timer.cancel()
+
+
+def _faults(error: RatersMissingError) -> Sequence[BaseException]:
+    """Return why each rater failed; none if all had no opinion."""
+    return error.__cause__.exceptions if isinstance(error.__cause__, BaseExceptionGroup) else ()
 
 
 def _is_of_the_worker(error: BaseException) -> bool:
@@ -272,6 +337,7 @@ def main(arguments: Sequence[str]) -> int:
     file, result, timeout, rolled, *names = arguments
     config = RunConfig.model_validate_json(Path(file).read_bytes())
     path = Path(result)
+    notes = NoteFile(path.with_name(NOTES))
 
     def write(line: Progress | Verdict) -> None:
         with path.open("ab") as output:
@@ -284,7 +350,9 @@ def main(arguments: Sequence[str]) -> int:
 
     for name in names:
         write(Progress(env=name))
-        examination = Examination(config, name, rolled=rolled == "all", timeout_s=float(timeout), late=late)
+        examination = Examination(
+            config, name, rolled=rolled == "all", timeout_s=float(timeout), late=late, note=notes.note
+        )
         write(examination.verdict())
     return 0
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
-from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.config.run import ModelConfig, RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.scripted import END, Answer, RecordedCall, ScriptedPolicy
@@ -38,7 +38,9 @@ def is_built(config: RunConfig) -> bool:
 
 def scripted_policy(config: RunConfig) -> ScriptedPolicy:
     """Return a policy that answers as that of a run might."""
-    return CharacterPolicy(config.model.alphabet) if is_built(config) else ScriptedPolicy(TEXTS)
+    if not is_built(config):
+        return ScriptedPolicy(TEXTS)
+    return CharacterPolicy(config.model.alphabet, config.model.max_positions)
 
 
 def texts_of(prompt: Any) -> Iterator[str]:
@@ -53,10 +55,30 @@ def texts_of(prompt: Any) -> Iterator[str]:
         yield from (text for text in texts if isinstance(text, str))
 
 
-class CharacterPolicy(ScriptedPolicy):
-    """Random answers of the characters of an alphabet, with the token ids of a built model."""
+class ContextError(PolicyRefusedError):
+    """A prompt and its answer do not fit into the context of a built model.
 
-    def __init__(self, alphabet: str) -> None:
+    Attributes:
+        needed: Tokens of both.
+        problem: What does not fit.
+    """
+
+    def __init__(self, positions: int, prompt: int, max_tokens: int) -> None:
+        self.needed = prompt + max_tokens
+        self.problem = f"the prompt has {prompt} tokens and max_tokens is {max_tokens}"
+        super().__init__(400, f"the context has {positions} tokens; {self.problem}")
+
+
+class CharacterPolicy(ScriptedPolicy):
+    """Random answers of the characters of an alphabet, with the token ids of a built model.
+
+    Args:
+        alphabet: `model.alphabet`.
+        positions: `model.max_positions`, the context in tokens.
+    """
+
+    def __init__(self, alphabet: str, positions: int = ModelConfig.default().max_positions) -> None:
+        self._positions = positions
         rng = random.Random("answers")
         # Some end by themselves, others by the limit; each third one ends early, also within a small limit.
         most = [3 if number % 3 == 0 else 3 * MAX_TOKENS // 2 for number in range(ANSWERS)]
@@ -74,10 +96,18 @@ class CharacterPolicy(ScriptedPolicy):
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
-        """See `ScriptedPolicy.complete`. Raises PolicyRefusedError for a prompt that the model cannot read."""
+        """See `ScriptedPolicy.complete`.
+
+        Raises:
+            PolicyRefusedError: The model lacks a character of the prompt.
+            ContextError: The prompt and `max_tokens` are longer than the context.
+        """
         if isinstance(prompt, str):
             begin = [self._ids["<bos>"]] if after is None else []
             prompt = begin + await self.tokenize(prompt)
+        length = len(prompt) + (0 if after is None else len(after.token_ids))
+        if length + max_tokens > self._positions:
+            raise ContextError(self._positions, length, max_tokens)
         return await super().complete(
             prompt, after=after, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
         )

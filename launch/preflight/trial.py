@@ -20,10 +20,11 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.launch.preflight.noted_methods import NOTES, noted
 from rolloutmq.launch.preflight.trial_directory import trial_directory
 from rolloutmq.launch.preflight.verdicts import Problem, Progress, Verdict
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.process import ProcessSpec, Role, python_command
 from rolloutmq.services.process.child import KILL_WAIT_S, Process, spawn
 from rolloutmq.services.process.logbook import last_line
 
@@ -36,6 +37,7 @@ START_S: Final = 10.0
 TOLD_S: Final = 2.0
 """Time after which a trial says what it does, in seconds."""
 POLL_S: Final = 0.1
+LATE: Final = "it took longer than"
 
 Tell = Callable[[str], None]
 """Called with what takes long, in one line."""
@@ -96,13 +98,14 @@ class _Trial:
             file, result, log = (directory / name for name in ("config.json", "result.jsonl", "log"))
             write_json(file, self._config)
             how = ("all" if self._rolled else "loading", *self._names)
-            module = "rolloutmq.launch.preflight.examination"
-            command = (sys.executable, "-m", module, str(file), str(result), str(self._timeout_s), *how)
+            words = (str(file), str(result), str(self._timeout_s), *how)
+            command = python_command(sys.executable, "rolloutmq.launch.preflight.examination", *words)
             spec = ProcessSpec(name="trial", role=Role.WORKER, argv=command, log=str(log))
             ended = self._ended(spawn(spec, directory.name), result)
             found = _verdicts(result)
             if len(found) < len(self._names) and not _ends_with_verdict(result):
-                found.append(self._lost(self._names[len(found)], ended, last_line(log)))
+                at = noted(result.with_name(NOTES))
+                found.append(self._lost(self._names[len(found)], at, ended, last_line(log)))
         return found
 
     def _ended(self, process: Process, result: Path) -> str:
@@ -123,7 +126,7 @@ class _Trial:
                     told = True
                     self._tell(f"checks environment {at} (timeout {self._timeout_s:g} s)")
                 if now >= deadline:
-                    how = f"it took longer than {self._timeout_s:g} s"
+                    how = f"{LATE} {self._timeout_s:g} s"
         finally:
             process.send_group(signal.SIGKILL)
             poll.poll(KILL_WAIT_S * 1000)
@@ -131,10 +134,16 @@ class _Trial:
             process.close()
         return how or str(ended)
 
-    def _lost(self, name: str, ended: str, last: str) -> Verdict:
-        """Return the verdict on an environment that ended the process or took too long."""
-        why = f"{ended}: {last}" if last and not ended.startswith("it took") else ended
-        text = f"could not be checked, {why}; its workers will tell"
+    def _lost(self, name: str, at: str, ended: str, last: str) -> Verdict:
+        """Return the verdict on an environment that ended the process or took too long; `at` is what it did last."""
+        if ended.startswith(LATE):
+            text = f"could not be checked, {ended}{f' in {at}' if at else ''}; its workers will tell"
+        elif at:
+            text = (
+                f"{at} ended the process: {ended}{f': {last}' if last else ''}; it would end its workers, too"
+            )
+        else:
+            text = f"could not be checked, {ended}{f': {last}' if last else ''}; its workers will tell"
         return Verdict(env=name, failures=(Problem(path=f"environment.{name}", problem=text),))
 
 

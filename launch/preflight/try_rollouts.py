@@ -32,6 +32,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rolloutmq.bus.lifecycle import set_up_logging
+from rolloutmq.launch.preflight.raters import silent_raters
 from rolloutmq.launch.preflight.standalone import Plan, roll_out
 from rolloutmq.launch.preflight.verdicts import Problem
 from rolloutmq.launch.preflight.watch import Watch, frames_now
@@ -317,6 +318,8 @@ class _Session:
                 self._watch.loop = None
         if not self._options.as_json:
             self._print(self._summary(time.monotonic() - began))
+        for silent in silent_raters(self._name, environment, self._files):
+            _tell(str(silent.error).rstrip())
         return EXIT_FAILED if self._failed else EXIT_DONE
 
     async def _rolled_out(self, environment: Any, server: "LocalServer | None") -> None:

@@ -42,12 +42,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True, tag="verdict"):
         env: Its name.
         problems: Why a run with it is refused.
         failures: Exceptions and time-outs of its code that a run may survive.
-        advice: What could not be tried, and what a reader may want to know.
+        advice: What could not be tried, and what a reader may want to know. None of it refuses a run.
         tried: What was done, in a few words.
     """
 
     env: str
     problems: tuple[Problem, ...] = ()
     failures: tuple[Problem, ...] = ()
-    advice: tuple[str, ...] = ()
+    advice: tuple[Problem, ...] = ()
     tried: str = ""

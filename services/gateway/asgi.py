@@ -19,6 +19,7 @@ from typing import Final
 from rolloutmq.bus.rundir import load_run, wait_json
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.process import python_command
 from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
 from rolloutmq.services.gateway.server import access
 from rolloutmq.services.gateway.service import Gateway
@@ -90,17 +91,10 @@ class AsgiTarget:
 async def _broker(layout: RunLayout) -> AsyncIterator[None]:
     """Run a broker within the block, under a launcher."""
     layout.endpoints.unlink(missing_ok=True)
-    argv = (
-        "-m",
-        "rolloutmq.launch.cli",
-        "gateway",
-        "--broker-only",
-        "--plain",
-        "--run-dir",
-        str(layout.root),
-    )
+    words = ("gateway", "--broker-only", "--plain", "--run-dir", str(layout.root))
+    command = python_command(sys.executable, "rolloutmq.launch.cli", *words)
     launcher = await asyncio.create_subprocess_exec(
-        sys.executable, *argv, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+        *command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
     )
     try:
         await _up(launcher, layout)

@@ -30,7 +30,7 @@ from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
 from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision
-from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role, python_command
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler, ScaleTarget
 from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BOUND
@@ -92,8 +92,8 @@ Heard = Mapping[str, WorkerStatus]
 
 def worker_command(run_dir: Path) -> Command:
     """Return the command that starts a worker of a run."""
-    start = (sys.executable, "-m", "rolloutmq.launch.service_process", "worker", "--run-dir", str(run_dir))
-    return lambda name: (*start, "--worker", name)
+    module, words = "rolloutmq.launch.service_process", ("worker", "--run-dir", str(run_dir))
+    return lambda name: python_command(sys.executable, module, *words, "--worker", name)
 
 
 class Orchestrator:

@@ -23,6 +23,7 @@ from math import isfinite, nan
 from typing import Any, Final
 
 from rolloutmq.schemas.config.rewards import RaterConfig
+from rolloutmq.schemas.printable import printable
 from rolloutmq.services.rewards.raters import Rater, Rating
 
 RETRY_S: Final = 0.05
@@ -64,11 +65,29 @@ class RaterCost:
     error: str = ""
 
 
+class RaterFaultError(Exception):
+    """The rating is missing, and the rater raised nothing.
+
+    Attributes:
+        users_function: The rater.
+    """
+
+    def __init__(self, problem: str, users_function: Any) -> None:
+        super().__init__(problem)
+        self.users_function = users_function
+
+
+class RaterLateError(RaterFaultError, TimeoutError):
+    """The rater took longer than its time-out."""
+
+
 class RaterCalls:
     """Calls one rater. For one event loop at a time.
 
     Attributes:
         cost: Counters since the start.
+        fault: Why the last rating is missing: what the rater raised, or a RaterFaultError. None if it is there, or if
+            the rater had no opinion.
     """
 
     def __init__(self, rater: Rater, config: RaterConfig) -> None:
@@ -79,6 +98,7 @@ class RaterCalls:
         self._slots = _Slots(config.concurrency)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.cost = RaterCost()
+        self.fault: BaseException | None = None
 
     async def rate(self, task: Any, answer: Any) -> float:
         """Return the rating of an answer, NaN if it is missing. Waits up to the time-out for each attempt."""
@@ -107,10 +127,12 @@ class RaterCalls:
         except TimeoutError:
             self.cost.timed_out += 1
             self.cost.error = f"took longer than timeout_s ({self._config.timeout_s:g} s)"
+            self.fault = RaterLateError(self.cost.error, self._rater)
             return nan, True
         except _RaisedError as error:
             self.cost.failed += 1
             self.cost.error = _one_line(error.cause)
+            self.fault = error.cause
             return nan, True
         return self._value(returned), False
 
@@ -172,13 +194,16 @@ class RaterCalls:
     def _value(self, returned: Any) -> float:
         value, cost = returned if isinstance(returned, Rating) else (returned, 0.0)
         spent = _number(cost)
+        self.fault = None
         self.cost.cost += spent if isfinite(spent) else 0.0
         if value is None:
             return nan
         number = _number(value)
         if not isfinite(number):
             self.cost.invalid += 1
-            self.cost.error = f"returned no finite number ({type(value).__name__} {_text(value, repr):.40})"
+            shown = printable(_text(value, repr))
+            self.cost.error = f"returned no finite number ({type(value).__name__} {shown:.40})"
+            self.fault = RaterFaultError(self.cost.error, self._rater)
         return number if isfinite(number) else nan
 
 
@@ -368,5 +393,5 @@ def _text(value: Any, show: Callable[[Any], str] = str) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    text = " ".join(_text(error).split())
+    text = printable(" ".join(_text(error).split()))
     return f"{type(error).__name__}: {text}"[:ERROR_CHARS] if text else type(error).__name__

@@ -167,6 +167,13 @@ class Ensemble:
         """Return the counters of each rater since the start, by name."""
         return {name: calls.cost for name, calls in self._calls.items()}
 
+    def faults(self) -> dict[str, BaseException]:
+        """Return why the last rating of each rater is missing, by name: what it raised, or a RaterFaultError.
+
+        Raters that gave a rating or had no opinion are left out.
+        """
+        return {name: calls.fault for name, calls in self._calls.items() if calls.fault is not None}
+
     async def score(self, task: Any, answer: Any) -> float:
         """Return the score of one answer. Its ratings do not travel: where they should, use `rate`.
 
@@ -271,7 +278,7 @@ class Ensemble:
             return
         remedy = "the rollout fails, and a submitted task goes back to the queue; repair the raters"
         self._tell("raters_missing", str(error), remedy, {"answers": float(short.sum())})
-        raise error
+        raise error from self._cause()
 
     def _filters(self, unrated: NDArray[np.bool_]) -> bool:
         """Return whether unrated answers are sent with the reason.
@@ -289,6 +296,11 @@ class Ensemble:
             failed.append("only outliers rated an answer")
         fewest = int(self._counts(table, weights).min(initial=self.config.min_raters))
         return RatersMissingError(self.name, fewest, self.config.min_raters, "; ".join(failed))
+
+    def _cause(self) -> BaseException | None:
+        """Return what the raters raised, with their frames; None if all had no opinion."""
+        faults = [*self.faults().values()]
+        return BaseExceptionGroup("raters failed", faults) if faults else None
 
     async def _appended(self, table: Floats) -> WindowState:
         """Append the ratings to the window, judge the agreement, and tell what changed."""
@@ -365,7 +377,7 @@ class Ensemble:
     def _ratings(self, table: Floats, scores: Floats, weights: Floats) -> Ratings:
         unrated = self._short(table) | np.isnan(scores)
         if unrated.any() and not self._filters(unrated):
-            raise self._error(table, weights)
+            raise self._error(table, weights) from self._cause()
         rated = scores[~unrated]
         scores = np.where(unrated, (rated / max(1, len(rated))).sum(), scores)
         held = self._held()

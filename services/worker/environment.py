@@ -31,13 +31,13 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from inspect import isawaitable
-from math import isfinite
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
-from rolloutmq.schemas.errors import InvalidGroupError, UsageError
+from rolloutmq.schemas.errors import UsageError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
+from rolloutmq.services.worker.user_code.methods import check_score, prompt_of, sampling_of
 
 Task = TypeVar("Task")
 Prompt = str | Sequence[int] | Sequence[ChatMessage]
@@ -250,17 +250,10 @@ class SingleTurn(GroupPerTask[Task]):
         raise UsageError(f"{type(self).__name__}: does not implement `score`, and has no `rewards`; add one")
 
     async def _answers(self, policy: Policy, task: Task, size: int) -> list[Trajectory]:
-        prompt = self.prompt(task)
-        listed = None if isinstance(prompt, str) else list(prompt)
-        messages = listed if listed and isinstance(listed[0], Mapping) else None
+        prompt = prompt_of(self, task)
+        messages = prompt if isinstance(prompt, list) and isinstance(prompt[0], Mapping) else None
         sample: Any = policy.complete if messages is None else policy.chat
-        completions: list[Completion] = await sample(
-            listed if listed is not None else prompt,
-            n=size,
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            stop=self.stop,
-        )
+        completions: list[Completion] = await sample(prompt, n=size, **sampling_of(self))
         if self.rewards is not None:
             rated = await self.rewards.rate(task, completions)
             return rated.apply([_trajectory(one, 0.0, messages) for one in completions])
@@ -270,17 +263,8 @@ class SingleTurn(GroupPerTask[Task]):
         score = self.score(task, completion)
         if isawaitable(score):
             score = await score
-        if not _is_finite(score):
-            problem = f"`{type(self).__name__}.score` must return a finite number (got {score!r:.80})"
-            raise InvalidGroupError("scores", problem)
+        check_score(self, score)
         return _trajectory(completion, score, messages)
-
-
-def _is_finite(score: Any) -> bool:
-    try:
-        return isfinite(float(score))
-    except (TypeError, ValueError, OverflowError):
-        return False
 
 
 def _trajectory(completion: Completion, reward: float, messages: list[Any] | None) -> Trajectory:

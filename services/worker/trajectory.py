@@ -247,8 +247,11 @@ def _scores(trajectories: Sequence[Trajectory]) -> Column:
 
 
 def _score(row: int, one: Trajectory) -> float:
+    returned: Any = one.score
     try:
-        score = float(one.score)
+        if isinstance(returned, str | bytes | bytearray):
+            raise TypeError  # text is no score, even if it reads as a number
+        score = float(returned)
     except (TypeError, ValueError):
         raise InvalidGroupError(
             "scores", f"sequence {row}: must be a number (got {one.score!r:.80})"

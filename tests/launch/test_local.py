@@ -20,6 +20,8 @@ from rolloutmq import Consumer, Producer
 from rolloutmq.bus.producer.spool_file import SpoolFile
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import local
+from rolloutmq.launch.endings import UserCodeError
+from rolloutmq.launch.preflight.checks import Examined
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RecordVersionError
@@ -272,6 +274,24 @@ def test_spools_of_another_version_stop_a_resume_before_it_begins(run: Run) -> N
     with pytest.raises(RecordVersionError, match=r"env-0.*got version 1.*move the file away"):
         local.up(config, local.UpOptions(resume=True, plain=True))
     assert listing(run.layout.root) == before
+
+
+def test_failures_and_advice_are_told_before_anything_is_claimed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def claimed(*_: object, **__: object) -> None:
+        raise RecordVersionError("here", 1, 2)
+
+    failure, advice = (
+        UserCodeError("environment.a", "is slow"),
+        UserCodeError("environment.b", "mind it", "b.py:1"),
+    )
+    monkeypatch.setattr(local, "check", lambda *_, **__: Examined(failures=(failure,), advice=(advice,)))
+    monkeypatch.setattr(local, "claimed", claimed)
+    with pytest.raises(RecordVersionError):
+        local.up(RunConfig(), local.UpOptions())
+    said = capsys.readouterr().err
+    assert said == "warning: environment.a: is slow\nadvice: environment.b: mind it\n\n    b.py:1\n\n"
 
 
 async def test_a_run_is_over_once_its_own_trainer_has_taken_the_steps_and_left(run_dir: Path) -> None:

@@ -11,12 +11,13 @@ from rolloutmq.launch.declarations.services import app
 from rolloutmq.launch.plan import plan
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.process import python_command
 
 Words = tuple[str, ...]
 
 
 def started(*words: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "rolloutmq.launch.service_process", *words]
+    command = python_command(sys.executable, "rolloutmq.launch.service_process", *words)
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -29,9 +30,18 @@ def test_every_process_of_a_plan_is_started_by_it(tmp_path: Path) -> None:
         "trainer": {"ranks": 2, "distillation": {"kind": "top_k"}},
     }
     specs = plan(RunConfig.model_validate(about), RunLayout(tmp_path), "python")
-    names = {spec.argv[3] for spec in specs}
-    assert {spec.argv[:3] for spec in specs} == {("python", "-m", "rolloutmq.launch.service_process")}
+    names = {spec.argv[4] for spec in specs}
+    assert {spec.argv[:4] for spec in specs} == {("python", "-P", "-m", "rolloutmq.launch.service_process")}
     assert names | {"worker"} == service_process.STARTS.keys()
+
+
+@pytest.mark.parametrize("name", ["logging", "types"])
+def test_a_file_named_like_a_module_does_not_replace_it(name: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text("raise SystemExit('replaced')\n")
+    command = python_command(sys.executable, "rolloutmq.launch.service_process", "broker")
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert "replaced" not in ended.stderr
+    assert "--run-dir" in ended.stderr
 
 
 def test_it_starts_the_same_processes_as_the_command_line() -> None:

@@ -23,6 +23,7 @@ FORGED = "x\n2026-01-01 00:00:00.000 INFO broker all is well"
         ("\x1b[2J\x1b]0;title\x07", r"\u001b[2J\u001b]0;title\u0007"),
         ("\x7f\x9b31m", r"\u007f\u009b31m"),
         ("\u2028\u202e\u2066", r"\u2028\u202e\u2066"),
+        ("a\ud83d\udcff", r"a\ud83d\udcff"),
     ],
 )
 def test_a_line_shows_what_would_have_been_obeyed(text: str, shown: str) -> None:

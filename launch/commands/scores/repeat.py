@@ -31,6 +31,7 @@ from rolloutmq.launch.commands.doctor import Finding, print_findings
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, RatersMissingError
+from rolloutmq.schemas.process import python_command
 from rolloutmq.services.rewards.determinism import Difference, ScoredGroup, differences
 from rolloutmq.services.rewards.joining import ensembles_of
 from rolloutmq.services.worker.loader import load_environment
@@ -140,14 +141,8 @@ def elsewhere(env: str, config: RunConfig) -> list[ScoredGroup]:
     with tempfile.TemporaryDirectory(prefix="rolloutmq-rewards-") as directory:
         file, result = Path(directory) / "config.json", Path(directory) / "scored.json"
         file.write_text(config.model_dump_json())
-        command = [
-            sys.executable,
-            "-m",
-            "rolloutmq.launch.commands.scores.repeat",
-            env,
-            str(file),
-            str(result),
-        ]
+        module = "rolloutmq.launch.commands.scores.repeat"
+        command = python_command(sys.executable, module, env, str(file), str(result))
         variables = os.environ | {"PYTHONHASHSEED": str(random.SystemRandom().randrange(1, 1 << 32))}
         try:
             ended = subprocess.run(

@@ -29,7 +29,7 @@ from rolloutmq.bus.engine_registry import (
 from rolloutmq.schemas.config.orchestrator import END_S
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout, Supervision, Target
-from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role, Step
+from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role, Step, python_command
 from rolloutmq.schemas.wire.telemetry import EngineDecision
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound, EngineScalingRule, PoolSample
@@ -58,8 +58,8 @@ Command = Callable[[str], tuple[str, ...]]
 
 def engine_command(run_dir: Path) -> Command:
     """Return the command that starts an engine of a run."""
-    start = (sys.executable, "-m", "rolloutmq.launch.service_process", "inference", "--run-dir", str(run_dir))
-    return lambda name: (*start, "--engine", name)
+    module, words = "rolloutmq.launch.service_process", ("inference", "--run-dir", str(run_dir))
+    return lambda name: python_command(sys.executable, module, *words, "--engine", name)
 
 
 class EnginePool:

@@ -19,6 +19,8 @@ import sysconfig
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from inspect import isroutine, unwrap
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -37,6 +39,10 @@ FRAMES: Final = 4
 """Most frames of the user's code in a report, the innermost ones."""
 VALUE_CHARS: Final = 300
 """Longest value in a report."""
+ENDS: Final = 50
+"""Most frames at either end of a stack that are looked at: those of a recursion are a thousand, and alike."""
+FILES: Final = 1024
+"""Most files whose owner is remembered."""
 CHAIN: Final = 5
 """Most causes of an error that are searched for frames of the user's code."""
 INSTALLED: Final = frozenset({"site-packages", "dist-packages"})
@@ -89,8 +95,10 @@ class UserFiles:
 
     def has(self, path: str) -> bool:
         """Return whether a file is the user's."""
-        file = Path(path)
-        return file.is_absolute() and OURS not in file.parents and not self._is_of_a_library(file)
+        if not Path(path).is_absolute() or _is_ours(path):
+            return False
+        library = _library_module(path)
+        return library is None or library in self.modules
 
     def is_near(self, path: str) -> bool:
         """Return whether a file is below the directory of the configuration."""
@@ -98,16 +106,29 @@ class UserFiles:
 
     def name(self, path: str) -> str:
         """Return the path of a file as a report shows it."""
-        return str(Path(path).relative_to(self.base_dir)) if self.is_near(path) else path
+        return printable(str(Path(path).relative_to(self.base_dir)) if self.is_near(path) else path)
 
-    def _is_of_a_library(self, file: Path) -> bool:
-        """Return whether a file belongs to Python or to an installed package that is not the user's."""
-        folders = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib")}
-        folders |= {one for one in file.parents if one.name in INSTALLED}
-        inner = max(
-            (one for one in folders if one in file.parents), key=lambda one: len(one.parts), default=None
-        )
-        return inner is not None and Path(file.relative_to(inner).parts[0]).stem not in self.modules
+
+@lru_cache(maxsize=FILES)
+def _library_module(path: str) -> str | None:
+    """Return the module of Python or of an installed package that a file belongs to; None if it is of no library."""
+    file = Path(path)
+    folders = {*_library_folders(), *(one for one in file.parents if one.name in INSTALLED)}
+    inner = max((one for one in folders if one in file.parents), key=lambda one: len(one.parts), default=None)
+    return None if inner is None else Path(file.relative_to(inner).parts[0]).stem
+
+
+@cache
+def _library_folders() -> frozenset[Path]:
+    return frozenset(
+        Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib", "stdlib", "platstdlib")
+    )
+
+
+@lru_cache(maxsize=FILES)
+def _is_ours(path: str) -> bool:
+    """Return whether a file belongs to this package."""
+    return OURS in Path(path).parents
 
 
 @dataclass(frozen=True)
@@ -123,9 +144,7 @@ class _At:
 
     def told(self, files: UserFiles) -> Iterator[str]:
         """Yield the place and the line of the source."""
-        yield f"{self.place(files)}: in {self.code.co_name}"
-        if source := linecache.getline(self.code.co_filename, self.line).strip():
-            yield f"    {source}"
+        yield from _source(self.place(files), self.code, self.line)
 
     def place(self, files: UserFiles) -> str:
         return f"{files.name(self.code.co_filename)}:{self.line}"
@@ -140,21 +159,26 @@ def failure_of(error: BaseException, files: UserFiles, why: str = "") -> UserFai
         why: What to say in place of the error itself, in one line.
     """
     first = first_error(error)
-    for one in _chain(first):
-        stack = [_At(frame, line) for frame, line in traceback.walk_tb(one.__traceback__)]
-        if _users(stack, files):
+    for about in _chain(first):
+        stack, defined = _stack(traceback.walk_tb(about.__traceback__)), _definition(about, files)
+        if defined or _users(stack, files):
             break
     else:
-        stack = [_At(frame, line) for frame, line in traceback.walk_tb(first.__traceback__)]
-    return _failure(
-        stack, files, why or one_line(first), [why] if why else _ending(first), _of_syntax(first, files)
-    )
+        stack, defined = _stack(traceback.walk_tb(first.__traceback__)), []
+    ending = [why] if why else _ending(first)
+    return _failure(stack, files, why or one_line(first), ending, defined)
 
 
 def failure_at(frames: Sequence[FrameType], files: UserFiles, why: str) -> UserFailure:
     """Return the report of code that is still running: its frames, outermost first, and why that is a failure."""
-    stack = [_At(frame, frame.f_lineno) for frame in frames]
+    stack = _stack((frame, frame.f_lineno) for frame in frames)
     return _failure(stack, files, why, [why])
+
+
+def place_of(function: Any, files: UserFiles) -> str:
+    """Return file and line of a function of the user's; empty if it is none."""
+    code = _code_of(function)
+    return _place(code, files) if code is not None else ""
 
 
 def first_error(error: BaseException) -> BaseException:
@@ -206,9 +230,16 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     for _ in range(CHAIN):
         if found is None:
             return
+        found = first_error(found)
         yield found
         shown = None if found.__suppress_context__ else found.__context__
         found = found.__cause__ or shown
+
+
+def _stack(frames: Iterable[tuple[FrameType, int]]) -> list[_At]:
+    """Return frames with their lines, outermost first; of a recursion those at both ends."""
+    stack = [_At(frame, line) for frame, line in frames]
+    return stack if len(stack) <= 2 * ENDS else [*stack[:ENDS], *stack[-ENDS:]]
 
 
 def _users(stack: Sequence[_At], files: UserFiles) -> list[_At]:
@@ -218,11 +249,13 @@ def _users(stack: Sequence[_At], files: UserFiles) -> list[_At]:
 
 
 def _failure(
-    stack: Sequence[_At], files: UserFiles, error: str, ending: Sequence[str], where: str = ""
+    stack: Sequence[_At], files: UserFiles, error: str, ending: Sequence[str], defined: Sequence[str] = ()
 ) -> UserFailure:
+    """Return a report; `defined` is the place that an error without frames is about, and its lines."""
+    where, *further = defined or [""]
     shown = _users(stack, files)[-FRAMES:]
-    lines = [line for one in shown for line in one.told(files)]
-    if shown and stack[-1] is not shown[-1] and OURS not in Path(stack[-1].code.co_filename).parents:
+    lines = [*(line for one in shown for line in one.told(files)), *further]
+    if shown and stack[-1] is not shown[-1] and not _is_ours(stack[-1].code.co_filename):
         lines += stack[-1].told(files)  # the library that raised
     lines += [f"E   {line}" for text in ending for line in text.splitlines()]
     values = [f"{name:<11} {value}" for name, value in _values(stack, files)]
@@ -237,11 +270,38 @@ def _ending(error: BaseException) -> list[str]:
     return ["".join(traceback.format_exception_only(error)).rstrip()]
 
 
-def _of_syntax(error: BaseException, files: UserFiles) -> str:
-    """Return the place of a file that is no Python: no frame has it."""
-    if not isinstance(error, SyntaxError) or not error.filename:
-        return ""
-    return f"{files.name(error.filename)}:{error.lineno}"
+def _definition(error: BaseException, files: UserFiles) -> list[str]:
+    """Return the place of what no frame has, and the lines that show it.
+
+    That is a file that is no Python, or a function that has returned: `users_function` of the error.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return [f"{files.name(error.filename)}:{error.lineno}"]
+    code = _code_of(getattr(error, "users_function", None))
+    if code is None or not (place := _place(code, files)):
+        return []
+    return [place, *_source(place, code, code.co_firstlineno)]
+
+
+def _place(code: CodeType, files: UserFiles) -> str:
+    return f"{files.name(code.co_filename)}:{code.co_firstlineno}" if files.has(code.co_filename) else ""
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """Return the code of a function, without what wraps it, or of an object that is called; None if it has none."""
+    while isinstance(function, partial):
+        function = function.func
+    if not isroutine(function):
+        function = getattr(type(function), "__call__", None)  # noqa: B004 - its code is wanted
+    code = getattr(unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _source(place: str, code: CodeType, line: int) -> Iterator[str]:
+    """Yield a place and its line of the source."""
+    yield f"{place}: in {code.co_name}"
+    if source := linecache.getline(code.co_filename, line).strip():
+        yield f"    {source}"
 
 
 def _values(stack: Sequence[_At], files: UserFiles) -> Iterator[tuple[str, str]]:
@@ -253,11 +313,11 @@ def _values(stack: Sequence[_At], files: UserFiles) -> Iterator[tuple[str, str]]
             continue
         values = one.frame.f_locals
         for name in ("task", "prompt") if is_caller else ("task",):
-            if values.get(name) is not None:
-                told.setdefault(name, _shown(values[name]))
-        for value in values.values():
-            if isinstance(value, Completion):
-                told.setdefault("completion", _completion(value))
+            if name not in told and values.get(name) is not None:
+                told[name] = _shown(values[name])
+        completions = (value for value in values.values() if isinstance(value, Completion))
+        if "completion" not in told and (found := next(completions, None)) is not None:
+            told["completion"] = _completion(found)
     for name in ("task", "prompt", "completion"):
         if name in told:
             yield name, told[name]

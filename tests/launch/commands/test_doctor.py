@@ -12,6 +12,7 @@ import pytest
 from tests.nvml.driver import Driver, gpu
 
 from rolloutmq.launch.commands import doctor
+from rolloutmq.launch.endings import UserCodeError
 from rolloutmq.launch.preflight import checks
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MissingError, RolloutMQError
 
@@ -219,7 +220,8 @@ def test_only_a_wrong_configuration_is_wrong_and_advice_fails_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def examined(_config: object, **_how: object) -> checks.Examined:
-        return checks.Examined(problems=(found,)) if found else checks.Examined(advice=("mind it",))
+        advice = UserCodeError("environment.e", "mind it", "e.py:1: in score")
+        return checks.Examined(problems=(found,)) if found else checks.Examined(advice=(advice,))
 
     monkeypatch.setattr(doctor, "examine", list)
     monkeypatch.setattr(checks, "examine", examined)
@@ -227,7 +229,9 @@ def test_only_a_wrong_configuration_is_wrong_and_advice_fails_nothing(
     file.touch()
     assert doctor.report(as_json=False, file=file) == code
     what = "trainer.steps: is wrong" if word == "WRONG" else f"configuration: {file}"
-    assert capsys.readouterr().out.startswith(f"{word:<7} {what}")
+    said = capsys.readouterr().out
+    assert said.startswith(f"{word:<7} {what}")
+    assert said.endswith("advice  environment.e: mind it\n\n        e.py:1: in score\n\n") == (code == 0)
     assert doctor.report(as_json=True, file=file) == code
     first, *more = json.loads(capsys.readouterr().out)
     assert first["verdict"] == word

@@ -9,6 +9,7 @@ from rolloutmq.schemas.config.run import RunConfig
 CLASSES: Final = """
 import asyncio
 import os
+import signal
 
 from rolloutmq import Ensemble, SingleTurn, Trajectory
 
@@ -143,6 +144,172 @@ class Third(Good):
         self.scored += 1
         if self.scored == 5:
             raise KeyError("third")
+        return 0.0
+
+
+class PromptNumber(Good):
+    def prompt(self, task):
+        return 42
+
+
+class PromptBytes(Good):
+    def prompt(self, task):
+        return b"1="
+
+
+class PromptEmpty(Good):
+    def prompt(self, task):
+        return []
+
+
+class PromptMessage(Good):
+    def prompt(self, task):
+        return {"role": "user", "content": "1="}
+
+
+class PromptAsync(Good):
+    async def prompt(self, task):
+        return "1="
+
+
+class PromptRaises(Good):
+    def prompt(self, task):
+        return task[2]
+
+
+class Endless(Good):
+    max_tokens = 0
+
+
+class Spelled(Good):
+    max_tokens = "4"
+
+
+class Cold(Good):
+    temperature = -1
+
+
+class Numbered(Good):
+    stop = 5
+
+
+class Recursive(Good):
+    def score(self, task, completion):
+        return self.score(task, completion)
+
+
+class Surrogate(Good):
+    def score(self, task, completion):
+        raise ValueError("bad \\udcff")
+
+
+class Written(Good):
+    def score(self, task, completion):
+        return "0.5"
+
+
+class Wide(Good):
+    def prompt(self, task):
+        return "1" * 5000
+
+
+class Wordy(Good):
+    max_tokens = 999
+
+
+class Twice(Good):
+    async def rollout(self, policy, size, rng):
+        (first,) = await policy.complete("1" * 61, max_tokens=1)
+        turns = Trajectory.of(first)
+        (second,) = await policy.complete([3], after=turns, max_tokens=70)
+        return [turns.then(second).scored(1.0)] * size
+
+
+class Growing(Good):
+    asked = 0
+
+    async def rollout(self, policy, size, rng):
+        self.asked += 1
+        return [Trajectory.of(one, 1.0) for one in await policy.complete("1" * 60 * self.asked, n=size)]
+
+
+class Greedy(Good):
+    temperature = 0
+
+
+def keyless(task, answer):
+    raise ValueError("no key")
+
+
+def infinite(task, answer):
+    return float("nan")
+
+
+def worded(task, answer):
+    return "good"
+
+
+def silent(task, answer):
+    return None
+
+
+def halved(task, answer):
+    return 0.5
+
+
+async def late(task, answer):
+    await asyncio.Event().wait()
+
+
+def unreachable(task, answer):
+    raise ConnectionError("no judge")
+
+
+class Paired(Unscored):
+    def __init__(self, kind):
+        self.rewards = Ensemble({"a": halved, "b": {"rater": globals()[kind], "timeout_s": 0.05}})
+
+
+class Unratable(Unscored):
+    rewards = Ensemble({"a": keyless, "b": infinite})
+
+
+class Unreachable(Unscored):
+    rewards = Ensemble({"a": unreachable, "b": infinite})
+
+
+class Opinionless(Unscored):
+    rewards = Ensemble({"a": silent})
+
+
+class ScoreExits(Good):
+    async def score(self, task, completion):
+        await asyncio.sleep(0)
+        os._exit(0)
+
+
+class PromptKills(Good):
+    def prompt(self, task):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RolloutFaults(Good):
+    async def rollout(self, policy, size, rng):
+        self.prompt(self.task(rng))
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class RaterExits(Unscored):
+    rewards = Ensemble({"a": lambda task, answer: os._exit(3)})
+
+
+class Slow(Good):
+    scored = 0
+
+    async def score(self, task, completion):
+        self.scored += 1
+        if self.scored > 5:
+            await asyncio.Event().wait()
         return 0.0
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from rolloutmq.launch.preflight import checks
 from rolloutmq.launch.preflight.checks import check
-from rolloutmq.launch.preflight.verdicts import Verdict
+from rolloutmq.launch.preflight.verdicts import Problem, Verdict
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import (
@@ -31,7 +31,7 @@ ENV = "class Env:\n    async def rollout(self, policy, size, rng): ...\n"
 @pytest.fixture(autouse=True)
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the trial of the environments to its own tests: it starts a process."""
-    untried = [Verdict(env="e", advice=("not tried",))]
+    untried = [Verdict(env="e", advice=(Problem(path="e", problem="not tried"),))]
     monkeypatch.setattr(checks, "try_environments", lambda _config, _names, **_how: untried)
 
 
@@ -41,23 +41,50 @@ def config(tmp_path: Path, **sections: Any) -> RunConfig:
     return validate({"environment": environment, "base_dir": str(tmp_path), **sections})
 
 
+def advice(tmp_path: Path, **sections: Any) -> list[str]:
+    return [str(one) for one in check(config(tmp_path, **sections)).advice]
+
+
 def test_a_good_configuration_passes_with_the_advice_of_the_trial(tmp_path: Path) -> None:
-    assert check(config(tmp_path)).advice == ("not tried",)
+    assert advice(tmp_path) == ["e: not tried"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "sections", "is_told"),
+    [
+        ({"group_size": 1}, {}, True),
+        ({"group_size": 2}, {}, False),
+        ({"group_size": 1, "split": "eval"}, {"evaluation": {"enabled": True}}, False),
+        ({"group_size": 1}, {"trainer": {"enabled": False}, "inference": {"kind": "none"}}, False),
+        ({"group_size": 1}, {"trainer": {"distillation": {"kind": "top_k"}}}, False),
+    ],
+)
+def test_a_group_of_one_sequence_is_advised_against(
+    environment: dict[str, Any], sections: dict[str, Any], is_told: bool, tmp_path: Path
+) -> None:
+    made = config(tmp_path, **sections)
+    section = made.environment["e"].model_copy(update=environment)
+    found = checks.examine(made.model_copy(update={"environment": {"e": section}})).advice
+    about = [str(one) for one in found if one.path == "environment.e.group_size"]
+    assert bool(about) == is_told
+    assert all(
+        "learns nothing from a group of one sequence (got 1); set it to at least 2" in one for one in about
+    )
 
 
 def test_engines_without_a_trainer_of_the_run_are_told_whose_weights_they_wait_for(tmp_path: Path) -> None:
-    def advice(**inference: str) -> tuple[str, ...]:
-        return check(config(tmp_path, trainer={"enabled": False}, inference=inference)).advice
+    def advised(**inference: str) -> list[str]:
+        return advice(tmp_path, trainer={"enabled": False}, inference=inference)
 
-    (told, _) = advice(kind="tiny")
+    (told, _) = advised(kind="tiny")
     assert told.startswith('inference.kind: "tiny" samples from the weights of a trainer')
     assert "verl's cannot" in told
     for fine in ({"kind": "external", "url": "http://x/v1"}, {"kind": "none"}):
-        assert advice(**fine) == ("not tried",)
+        assert advised(**fine) == ["e: not tried"]
 
 
 def test_a_drain_shorter_than_a_rollout_is_advised_against_with_the_numbers(tmp_path: Path) -> None:
-    short, _ = check(config(tmp_path, orchestrator={"drain_deadline_s": 30.0})).advice
+    short, _ = advice(tmp_path, orchestrator={"drain_deadline_s": 30.0})
     assert short.startswith(
         "orchestrator.drain_deadline_s: 30 s is shorter than environment.e.rollout_timeout_s (600 s), so each drain "
     )
@@ -66,7 +93,7 @@ def test_a_drain_shorter_than_a_rollout_is_advised_against_with_the_numbers(tmp_
         {"drain_deadline_s": 30.0, "enabled": False},
         {"end_deadline_s": 1.0},
     ):
-        assert check(config(tmp_path, orchestrator=quiet)).advice == ("not tried",)
+        assert advice(tmp_path, orchestrator=quiet) == ["e: not tried"]
 
 
 def test_a_normalization_that_cancels_is_refused(tmp_path: Path) -> None:

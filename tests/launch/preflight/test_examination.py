@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.launch.preflight.support import config
+from tests.launch.preflight.support import CLASSES, config
 
 from rolloutmq.launch.preflight.examination import Examination
 from rolloutmq.launch.preflight.verdicts import Verdict
@@ -129,11 +129,61 @@ def test_rows_that_are_there_pass(base_dir: Path) -> None:
     assert passes(config(base_dir, "Rows", {"task_count": 3}, evaluation={**EVALUATION, "tasks": 3}))
 
 
-@pytest.mark.parametrize("kind", ["Unlucky", "Promptless"])
-def test_an_environment_that_draws_no_task_is_refused(kind: str, base_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("Unlucky", r"drawing a task by `task` raised KeyError: 'no such dataset' \(tried\.py:\d+\)"),
+        (
+            "PromptRaises",
+            r"`PromptRaises\.prompt` raised IndexError: tuple index out of range \(tried\.py:\d+\)",
+        ),
+    ],
+)
+def test_an_environment_that_draws_no_task_is_refused(kind: str, problem: str, base_dir: Path) -> None:
     found = refused(config(base_dir, kind))
-    assert found.startswith("environment.e.entry: drawing a task by `task` raised ")
-    assert found.endswith("in 8 of 8 draws")
+    assert re.fullmatch(rf"environment\.e\.entry: {problem} in 8 of 8 draws", found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "got"),
+    [
+        ("Promptless", "None"),
+        ("PromptNumber", "42"),
+        ("PromptBytes", "b'1='"),
+        ("PromptEmpty", "[]"),
+        ("PromptMessage", "{'role': 'user', 'content': '1='}"),
+        ("PromptAsync", "a coroutine: it must not be `async def`"),
+    ],
+)
+def test_a_prompt_of_another_kind_is_refused_with_the_method(kind: str, got: str, base_dir: Path) -> None:
+    (problem,) = examined(config(base_dir, kind)).problems
+    said = f"`{kind}.prompt` must return text, token ids or messages (got {got})"
+    line = next(at for at, text in enumerate(CLASSES.splitlines(), 1) if text == f"class {kind}(Good):") + 1
+    assert problem.problem == f"{said} (tried.py:{line}) in 8 of 8 draws"
+    assert problem.report.splitlines() == [
+        f"tried.py:{line}: in prompt",
+        f"    {'async ' if kind == 'PromptAsync' else ''}def prompt(self, task):",
+        f"E   {said}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("Endless", "`Endless.max_tokens` must be a positive integer (got 0)"),
+        ("Spelled", "`Spelled.max_tokens` must be a positive integer (got '4')"),
+        ("Cold", "`Cold.temperature` must be a finite number of at least 0 (got -1)"),
+        ("Numbered", "`Numbered.stop` must be text, a list of texts, or None (got 5)"),
+    ],
+)
+def test_an_attribute_of_another_kind_is_refused_by_its_name(kind: str, problem: str, base_dir: Path) -> None:
+    external: dict[str, Any] = {
+        "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+        "trainer": {"enabled": False},
+    }
+    for sections in ({}, external):
+        found = refused(config(base_dir, kind, **sections))
+        assert found == f"environment.e.entry: every scripted rollout failed: {problem}"
 
 
 def test_a_task_that_cannot_always_be_drawn_is_told(base_dir: Path) -> None:
@@ -164,7 +214,10 @@ def test_an_environment_is_entered_before_its_rollouts(base_dir: Path) -> None:
     ("kind", "problem"),
     [
         ("Raises", "ZeroDivisionError: division by zero (tried.py:"),
-        ("Unnumbered", "column scores: `Unnumbered.score` must return a finite number (got None)"),
+        ("Unnumbered", "column scores: `Unnumbered.score` must return a finite number (got None) (tried.py:"),
+        ("Written", "column scores: `Written.score` must return a finite number (got '0.5') (tried.py:"),
+        ("Recursive", "RecursionError: maximum recursion depth exceeded"),
+        ("Surrogate", "ValueError: bad ? (tried.py:"),
         ("Misnamed", "AttributeError: 'Completion' object has no attribute 'txet'"),
         ("Synchronous", "TypeError: `rollout` must be `async def` (it returned list)"),
     ],
@@ -225,11 +278,120 @@ def test_turns_that_do_not_continue_are_certain_with_the_token_ids_of_a_built_mo
 def test_an_environment_with_a_client_of_its_own_is_loaded_and_no_more(base_dir: Path) -> None:
     found = examined(config(base_dir, "Client"))
     assert (found.problems, found.failures) == ((), ())
-    assert found.advice[0].startswith(
+    assert str(found.advice[0].error).startswith(
         "environment.e: no scripted rollout: endpoint: a scripted policy has no server"
     )
     own = config(base_dir, "Raises", inference={"kind": "none"}, trainer={"enabled": False})
     assert examined(own).problems == (), "it samples by itself"
+
+
+@pytest.mark.parametrize(
+    ("kind", "sections", "problem"),
+    [
+        (
+            "Wide",
+            {},
+            r"the prompt has 5001 tokens and max_tokens is 16 \(got 128\); raise it to at least 5017, ",
+        ),
+        (
+            "Wordy",
+            {},
+            r"the prompt has \d tokens and max_tokens is 999 \(got 128\); raise it to at least 100\d, ",
+        ),
+        (
+            "Twice",
+            {},
+            r"the prompt has 6\d tokens and max_tokens is 70 \(got 128\); raise it to at least 13\d, ",
+        ),
+        (
+            "Good",
+            {"model": {"max_positions": 18}},
+            r"the prompt has \d tokens and max_tokens is 16 \(got 18\); raise",
+        ),
+    ],
+)
+def test_rollouts_longer_than_the_context_of_a_built_model_are_refused(
+    kind: str, sections: dict[str, Any], problem: str, base_dir: Path
+) -> None:
+    found = refused(config(base_dir, kind, **sections))
+    assert re.match(
+        rf"model\.max_positions: is too small for the rollouts of environment e: {problem}", found
+    )
+    external: dict[str, Any] = {
+        "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+        "trainer": {"enabled": False},
+    }
+    assert passes(config(base_dir, kind, **{**sections, **external})), "its context is not known here"
+
+
+def test_a_rollout_that_is_longer_than_the_context_now_and_then_is_told(base_dir: Path) -> None:
+    found = examined(config(base_dir, "Growing"))
+    assert not found.problems
+    (told,) = found.failures
+    assert (
+        "a scripted rollout failed: policy: request refused with status 400: the context has 128"
+        in told.problem
+    )
+
+
+def test_raters_that_all_raise_are_refused_with_their_frames(base_dir: Path) -> None:
+    (problem,) = examined(config(base_dir, "Unratable")).problems
+    assert re.match(
+        r"every scripted rollout failed: rewards: too few ratings of an answer \(got 0, min_raters 1\): a: "
+        r"ValueError: no key; b: returned no finite number \(float nan\) \(tried\.py:\d+\)",
+        problem.problem,
+    )
+    frame, source, *_ = problem.report.splitlines()
+    assert re.fullmatch(r"tried\.py:\d+: in keyless", frame)
+    assert source == '    raise ValueError("no key")'
+
+
+def test_raters_that_a_network_or_another_answer_may_help_refuse_nothing(base_dir: Path) -> None:
+    (told,) = examined(config(base_dir, "Unreachable")).failures
+    assert "min_raters 1): a: ConnectionError: no judge; b: returned no finite number" in told.problem
+    assert "in unreachable\n" in told.report
+    external: dict[str, Any] = {
+        "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+        "trainer": {"enabled": False},
+    }
+    found = examined(config(base_dir, "Unratable", **external))
+    assert not found.problems
+    assert "a: ValueError: no key" in found.failures[0].problem
+    (advice,) = examined(config(base_dir, "Opinionless")).advice
+    assert advice.problem.startswith("no scripted rollout: rewards: too few ratings")
+
+
+@pytest.mark.parametrize(
+    ("kind", "why", "source"),
+    [
+        ("keyless", "ValueError: no key", '    raise ValueError("no key")'),
+        ("infinite", "returned no finite number (float nan)", "    def infinite(task, answer):"),
+        ("worded", "returned no finite number (str 'good')", "    def worded(task, answer):"),
+        ("late", "took longer than timeout_s (0.05 s)", "    async def late(task, answer):"),
+    ],
+)
+def test_a_rater_that_never_rates_is_told_with_its_frames(
+    kind: str, why: str, source: str, base_dir: Path
+) -> None:
+    found = examined(config(base_dir, "Paired", {"options": {"kind": kind}}))
+    assert (found.problems, found.failures) == ((), ())
+    (told,) = found.advice
+    assert told.path == "environment.e"
+    assert re.fullmatch(
+        rf"rater b rated none of 8 answers: {re.escape(why)} \(tried\.py:\d+\); only other raters make the score",
+        told.problem,
+    )
+    place, shown, *_ = told.report.splitlines()
+    assert place.endswith(f": in {kind}")
+    assert shown.strip() == source.strip()
+    assert examined(config(base_dir, "Paired", {"options": {"kind": "silent"}})).advice == (), "no opinion"
+
+
+def test_a_temperature_of_zero_is_advised_against(base_dir: Path) -> None:
+    (told,) = examined(config(base_dir, "Greedy")).advice
+    assert told.problem.startswith("`Greedy.temperature` is 0, so all answers of a group are the same")
+    distilled = {"distillation": {"kind": "top_k"}}
+    assert examined(config(base_dir, "Greedy", trainer=distilled)).advice == ()
 
 
 def test_a_breakpoint_is_refused_with_its_place(base_dir: Path) -> None:
@@ -243,6 +405,16 @@ def test_code_that_waits_is_told_with_its_place(base_dir: Path) -> None:
     (told,) = examined(config(base_dir, "Waiting"), timeout_s=3.5).failures
     assert re.match(
         r"its scripted rollouts took longer than .* s, at tried\.py:\d+; raise --timeout", told.problem
+    )
+    assert "await asyncio.Event().wait()" in told.report
+
+
+def test_slow_code_that_works_is_advised_against_with_its_place(base_dir: Path) -> None:
+    found = examined(config(base_dir, "Slow"), timeout_s=6.0)
+    assert (found.problems, found.failures) == ((), ())
+    (told,) = found.advice
+    assert re.match(
+        r"its scripted rollouts took longer than 2 s, 2 of 4 were done, at tried\.py:\d+; ", told.problem
     )
     assert "await asyncio.Event().wait()" in told.report
 

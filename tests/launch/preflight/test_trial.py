@@ -40,7 +40,9 @@ def test_one_that_ends_the_process_or_hangs_hides_no_other(base_dir: Path) -> No
     )
     left, hung, spun, good = found
     assert left.failures[0].error.path == "environment.leaving"
-    assert left.failures[0].problem == "could not be checked, exit code 7; its workers will tell"
+    assert left.failures[0].problem == (
+        "loading tried.py:Leaving ended the process: exit code 7; it would end its workers, too"
+    )
     assert re.match(
         r"loading it and drawing tasks took longer than 5 s, at tried\.py:\d+; raise --timeout",
         hung.failures[0].problem,
@@ -54,12 +56,51 @@ def test_one_that_ends_the_process_or_hangs_hides_no_other(base_dir: Path) -> No
     assert "checks environment hanging (timeout 6 s)" in told
 
 
+@pytest.mark.parametrize(
+    ("kind", "method", "ended"),
+    [
+        ("ScoreExits", "score", "exit code 0"),
+        ("PromptKills", "prompt", "killed by SIGKILL"),
+        ("RolloutFaults", "rollout", "killed by SIGSEGV"),
+        ("RaterExits", "", "exit code 3"),
+    ],
+)
+def test_the_method_that_ended_the_process_is_named(
+    kind: str, method: str, ended: str, base_dir: Path
+) -> None:
+    (found,) = try_environments(config(base_dir, kind))
+    what = rf"`{kind}\.{method}` \(tried\.py:\d+\)" if method else "its scripted rollouts"
+    assert re.fullmatch(
+        rf"{what} ended the process: {ended}; it would end its workers, too", found.failures[0].problem
+    )
+
+
 def test_one_that_cannot_be_interrupted_is_ended(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "START_S", 0.0)
     (told,) = try_environments(config(base_dir, "Good"), timeout_s=0.01)
     assert (
         told.failures[0].problem == "could not be checked, it took longer than 0.01 s; its workers will tell"
     )
+
+
+SHADOWS: Final = ("json", "logging", "numpy", "random", "types")
+"""Modules that every process imports."""
+
+
+def test_files_named_like_modules_change_nothing(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SHADOWS:
+        (base_dir / f"{name}.py").write_text("from helper import Good\n")
+    (base_dir / "helper.py").write_text(CLASSES)
+    monkeypatch.chdir(base_dir)
+    for entry in ("tried.py:Good", "random.py:Good", "helper:Good"):
+        assert try_environments(config(base_dir, entry)) == [
+            Verdict(env="e", tried="8 tasks drawn, 4 scripted rollouts")
+        ]
+
+
+def test_an_error_that_no_encoding_has_is_told(base_dir: Path) -> None:
+    (found,) = try_environments(config(base_dir, "Surrogate"))
+    assert r"E   ValueError: bad \udcff" in found.problems[0].report
 
 
 def test_what_takes_long_is_told(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,11 @@ def test_an_exception_is_shown_once_with_its_frame_task_and_completion(
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("Unentered", "OSError: no sandbox"), ("Exiting", "SystemExit"), ("Promptless", "TypeError")],
+    [
+        ("Unentered", "OSError: no sandbox"),
+        ("Exiting", "SystemExit"),
+        ("Promptless", "`Promptless.prompt` must return text, token ids or messages (got None)"),
+    ],
 )
 def test_code_around_the_rollouts_fails_as_well(
     kind: str, words: str, base_dir: Path, capsys: pytest.CaptureFixture[str]
@@ -199,6 +203,20 @@ def test_code_around_the_rollouts_fails_as_well(
         for line in tried(config(base_dir, kind), capsys, code=1, size=1, as_json=True).splitlines()
     )
     assert words in line["error"]
+
+
+def test_a_rater_that_never_rates_is_told_at_the_end(
+    base_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for as_json in (False, True):
+        made = config(base_dir, "Paired", {"options": {"kind": "keyless"}})
+        assert try_rollouts(made, "", TryOptions(size=2, count=2, as_json=as_json)) == 0
+        said = capsys.readouterr().err
+        assert re.search(
+            r"environment\.e: rater b rated none of 4 answers: ValueError: no key \(tried\.py:\d+\); only other",
+            said,
+        )
+        assert re.search(r'tried\.py:\d+: in keyless\n +raise ValueError\("no key"\)', said)
 
 
 def test_what_cannot_be_tried_is_refused_by_name(base_dir: Path) -> None:

@@ -17,6 +17,7 @@ from rolloutmq import ConfigError, Ensemble, RatersMissingError, SingleTurn, Unu
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.rewards import ensemble as ensemble_module
+from rolloutmq.services.rewards.calls import RaterFaultError
 from rolloutmq.services.rewards.raters import EVALUATING
 from rolloutmq.services.worker.scripted import ScriptedPolicy, play
 from rolloutmq.services.worker.trajectory import Trajectory, group_of
@@ -103,6 +104,23 @@ async def test_too_few_ratings_fail_the_rollout(findings: list[HealthFinding]) -
     assert findings[0].numbers == {"answers": 1.0}
     with pytest.raises(RatersMissingError, match=r"got 0, min_raters 1"):
         await Ensemble({"none": Flaky(lambda _: True)}, on_finding=findings.append).rate(None, [1.0])
+
+
+async def test_what_the_raters_raised_is_the_cause_and_goes_with_the_next_rating() -> None:
+    flaky = Flaky(lambda answer: answer == 2.0)
+    ensemble = Ensemble({"none": lambda _task, _answer: None, "nan": lambda *_: float("nan"), "flaky": flaky})
+    with pytest.raises(RatersMissingError) as caught:
+        await ensemble.rate(None, [2.0])
+    cause = caught.value.__cause__
+    assert isinstance(cause, BaseExceptionGroup)
+    nan_, raised = cause.exceptions
+    assert isinstance(nan_, RaterFaultError)
+    assert str(nan_) == "returned no finite number (float nan)"
+    assert isinstance(raised, ValueError)
+    assert raised.__traceback__ is not None
+    assert ensemble.faults() == {"nan": nan_, "flaky": raised}
+    await ensemble.rate(None, [3.0])
+    assert [*ensemble.faults()] == ["nan"]
 
 
 async def test_a_group_is_held_until_its_raters_are_back(findings: list[HealthFinding]) -> None:

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial, wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rolloutmq.bus.lifecycle import hide
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.services.worker.scripted import ScriptedPolicy, play
 from rolloutmq.services.worker.user_code.failures import (
+    ENDS,
     ERROR_CHARS,
     FRAMES,
     VALUE_CHARS,
@@ -80,6 +82,16 @@ class Long(Sums):
 class Deep(Sums):
     def graded(self, text, depth=9):
         return super().graded(text) if depth == 0 else self.graded(text, depth - 1)
+
+
+class Called:
+    def __call__(self, text):
+        return 0.0
+
+
+class Recursive(Sums):
+    def graded(self, text):
+        return self.graded(text)
 
 
 def waits():
@@ -183,6 +195,39 @@ def test_values_are_cut_and_one_without_a_repr_is_named(code: Any, tmp_path: Pat
 
 def test_the_innermost_frames_are_enough(code: Any, tmp_path: Path) -> None:
     assert failure_of(raised(code.Deep()), UserFiles(tmp_path)).report.count(": in graded\n") == FRAMES
+
+
+class AboutError(Exception):
+    def __init__(self, function: Any) -> None:
+        self.users_function = function
+
+
+def test_a_function_that_has_returned_is_shown_in_place_of_frames(code: Any, tmp_path: Path) -> None:
+    line = CODE.splitlines().index("    def graded(self, text):") + 1
+    wrapped = wraps(code.Sums.graded)(lambda *_: 0.0)
+    partly: Any = partial(wrapped, text="1")  # type: ignore[call-arg]
+    for function in (code.Sums.graded, code.Sums().graded, wrapped, partly):
+        found = failure_of(AboutError(function), UserFiles(tmp_path))
+        assert found.where == f"users_sums.py:{line}"
+        assert found.report.startswith(f"users_sums.py:{line}: in graded\n    def graded(self, text):\nE   ")
+    assert failure_of(AboutError(code.Called()), UserFiles(tmp_path)).report.startswith("users_sums.py:")
+    for other in (len, play, None, 5):
+        assert failure_of(AboutError(other), UserFiles(tmp_path)).where == ""
+
+
+def test_a_recursion_is_looked_at_from_both_ends(code: Any, tmp_path: Path) -> None:
+    """The frames that have the task are outermost, those that raised innermost."""
+    seen: list[str] = []
+
+    class Counting(UserFiles):
+        def has(self, path: str) -> bool:
+            seen.append(path)
+            return super().has(path)
+
+    report = failure_of(raised(code.Recursive()), Counting(tmp_path)).report
+    assert report.count(": in graded\n") == FRAMES
+    assert "task        (3, 4)" in report
+    assert len(seen) <= 4 * 2 * ENDS
 
 
 def test_a_file_that_is_no_python_has_its_line(tmp_path: Path) -> None:
