@@ -171,6 +171,7 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
     layout = RunLayout(run_dir)
     if layout.config.exists() and file is None and not assignments:
         return
+    from rolloutmq.launch.preflight.hub import fetched
     from rolloutmq.services.broker.journal.read.versions import (
         require_own_records,  # commands that only read a file
     )
@@ -179,7 +180,8 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
     run_dir.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     require_private(run_dir)
     alone = () if file is not None else ("trainer.enabled=false",)
-    write_json(layout.config, load(file, environ=os.environ, assignments=(*alone, *assignments)))
+    config = load(file, environ=os.environ, assignments=(*alone, *assignments))
+    write_json(layout.config, fetched(config))
 
 
 def _value(text: str) -> Any:
