@@ -1,7 +1,7 @@
 """The files of a run directory: their names and the structure of their contents.
 
 config.json          resolved configuration                             written by the launcher
-models.json          models of a hub, with their commits              launcher
+hub.json             models and data sets of a hub, with commits         launcher
 run.json             owner of the run directory (ProcessIdentity)       launcher
 lives.json           start and end of each life of the run (list of Life)    launcher
 ending.json          what the end of the run waits for                  launcher, while an end lasts
@@ -63,7 +63,7 @@ class RunLayout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.json"
-        self.models = root / "models.json"
+        self.hub = root / "hub.json"
         self.owner = root / "run.json"
         self.lives = root / "lives.json"
         self.ending = root / "ending.json"
@@ -123,13 +123,13 @@ class RunLayout:
         return self.logs / f"{process}.log"
 
 
-class HubModel(msgspec.Struct, frozen=True, kw_only=True):
-    """`models.json`, in a list: a model of a hub that the run uses, at the commit that it keeps when resumed."""
+class HubSource(msgspec.Struct, frozen=True, kw_only=True):
+    """`hub.json`, in a list: what the run uses of a hub, at the commit that it keeps when resumed."""
 
     key: str
-    """Section that names it: `model` or `teacher`."""
+    """Section that names it: `model`, `teacher` or `environment.NAME.dataset`."""
     name: str
-    """Organization and name."""
+    """Organization and name of a model or data set."""
     revision: str
     """Branch, tag or commit of the configuration; empty for the main branch."""
     commit: str

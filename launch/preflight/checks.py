@@ -34,7 +34,7 @@ from rolloutmq.schemas.errors import (
     VocabularyMismatchError,
     install_remedy,
 )
-from rolloutmq.schemas.files import HubModel
+from rolloutmq.schemas.files import HubSource
 from rolloutmq.services.curriculum.samplers.registry import check_samplers
 from rolloutmq.services.http_access import http_token
 from rolloutmq.services.inference.vllm.installed import require_vllm
@@ -57,8 +57,8 @@ class Examined:
         failures: Exceptions and time-outs of the environments' code that the run may survive.
         advice: What could not be checked, and what a reader may want to know, a line each.
         tried: What was done with each environment that was tried, by name.
-        config: The configuration, with directories for models of a hub.
-        models: These models.
+        config: The configuration, with directories for models and data sets of a hub.
+        sources: These models and data sets.
     """
 
     problems: tuple[RolloutMQError, ...] = ()
@@ -66,7 +66,7 @@ class Examined:
     advice: tuple[str, ...] = ()
     tried: Mapping[str, str] = field(default_factory=dict)
     config: RunConfig = field(default_factory=RunConfig)
-    models: tuple[HubModel, ...] = ()
+    sources: tuple[HubSource, ...] = ()
 
 
 def loaded(
@@ -91,19 +91,19 @@ def loaded(
     raise ProblemsError([*problems, *more]) if len(problems) + len(more) > 1 else problems[0]
 
 
-def check(config: RunConfig, *, known: Sequence[HubModel] = (), tell: Tell = _silent) -> Examined:
+def check(config: RunConfig, *, known: Sequence[HubSource] = (), tell: Tell = _silent) -> Examined:
     """Examine a configuration and raise what would make the run fail: of several errors, all.
 
     Args:
         config: The configuration.
-        known: Models of a hub that the run has used before.
+        known: Models and data sets of a hub that the run has used before.
         tell: Told what takes long, in one line.
 
     Raises:
         ConfigError: There is no environment, or one cannot work; a secret is not set, a sampler does not exist, has a
             wrong option or draws no task, an address cannot be bound, the token file has no token or is not private, no
             combination of whole groups fills a batch, the normalization of scores changes nothing, the teacher does
-            not fit the student, or a model cannot be fetched from its hub.
+            not fit the student, or a model or data set cannot be fetched from its hub.
         MissingError: A required package is not installed.
         AddressInUseError: Another process listens on the port of the inference server.
     """
@@ -115,25 +115,25 @@ def check(config: RunConfig, *, known: Sequence[HubModel] = (), tell: Tell = _si
 def examine(
     config: RunConfig,
     *,
-    known: Sequence[HubModel] = (),
+    known: Sequence[HubSource] = (),
     timeout_s: float = TIMEOUT_S,
     tell: Tell = _silent,
 ) -> Examined:
     """Run every check on a configuration.
 
     Blocks for as long as the modules of the environments need to load, their scripted rollouts take, and a hub needs to
-    describe its models.
+    describe its models and send its data sets.
 
     Args:
         config: The configuration.
-        known: Models of a hub that the run has used before.
+        known: Models and data sets of a hub that the run has used before.
         timeout_s: Time-out of the trial of each environment, in seconds.
         tell: Told what takes long, in one line.
     """
     unfetched: Sequence[RolloutMQError] = ()
-    models: tuple[HubModel, ...] = ()
+    sources: tuple[HubSource, ...] = ()
     try:
-        config, models = described(config, known, tell=tell)
+        config, sources = described(config, known, tell=tell)
     except RolloutMQError as error:
         unfetched = problems_of(error)
     problems = [*_of_environments(config), *unfetched, *_of_the_run(config, teacher=not unfetched)]
@@ -149,7 +149,7 @@ def examine(
         ),
         tried={one.env: one.tried for one in verdicts if not one.problems and not one.failures},
         config=config,
-        models=models,
+        sources=sources,
     )
 
 

@@ -1,17 +1,18 @@
-"""Models of a hub: `model.path` and `teacher.path` may name one, as `organization/name`, in place of a directory.
+"""Models and data sets of a hub: a `path` may name one, as `organization/name`, in place of a directory.
 
-huggingface_hub downloads and caches it, by its own variables: HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN. The
+huggingface_hub downloads and caches them, by its own variables: HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN. The
 launcher looks the revision up once, and writes the directory of that commit into `config.json`: every process of the
-run reads the same files, and none but the launcher knows the hub. `models.json` keeps the commit for a resumed run.
+run reads the same files, and none but the launcher knows the hub. `hub.json` keeps the commit for a resumed run.
 
-The checks fetch the description of a model, a few small files; a run fetches the weights once the checks have passed.
+The checks fetch the description of a model, a few small files, and data sets, from which they draw tasks; a run fetches
+the weights once the checks have passed.
 """
 
 import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,68 +22,93 @@ from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE
 from rolloutmq.launch.endings import raise_all
 from rolloutmq.schemas.config.distillation import TeacherConfig
+from rolloutmq.schemas.config.environment import DatasetConfig
 from rolloutmq.schemas.config.run import ModelConfig, RunConfig
 from rolloutmq.schemas.errors import ConfigError, MissingError, RolloutMQError, install_remedy
-from rolloutmq.schemas.files import HubModel, RunLayout
+from rolloutmq.schemas.files import HubSource, RunLayout
 
 Tell = Callable[[str], None]
+_Section = ModelConfig | TeacherConfig | DatasetConfig
 
 NAMED: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""A model of a hub, unless it is a directory here."""
+"""Something of a hub, unless it is a directory here."""
 MAIN: Final = "main"
 DESCRIPTION: Final = ("*.json", "*.txt", "*.model", "*.jinja")
 """Configuration, tokenizer and chat template."""
 WEIGHTS: Final = ("*.safetensors",)
 LEFT_OUT: Final = ("*/*", "consolidated*")
 """The same weights in other formats."""
+CARD: Final = "README.md"
+"""Its header names the files of each split."""
+EVERYTHING: Final = ("*",)
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
 
 def described(
-    config: RunConfig, known: Sequence[HubModel] = (), *, tell: Tell = lambda _text: None
-) -> tuple[RunConfig, tuple[HubModel, ...]]:
-    """Replace each model of a hub by the directory of one of its commits, with configuration and tokenizer.
+    config: RunConfig, known: Sequence[HubSource] = (), *, tell: Tell = lambda _text: None
+) -> tuple[RunConfig, tuple[HubSource, ...]]:
+    """Replace each model and data set of a hub by the directory of one of its commits; a model has no weights there.
 
     Args:
         config: The configuration.
-        known: Models that the run has used before: it keeps their commits.
+        known: Models and data sets that the run has used before: it keeps their commits.
         tell: Told what is fetched, in one line.
 
     Returns:
-        The configuration with directories, and the models of the hub.
+        The configuration with directories, and what they are of the hub.
 
     Raises:
-        ConfigError: A model, its revision or the hub cannot be reached, or the run has used another one before; of
-            several errors, all.
+        ConfigError: A model or data set, its revision or the hub cannot be reached, or the run has used another one
+            before; of several errors, all.
         MissingError: huggingface_hub is not installed.
     """
-    models: list[HubModel] = []
+    sources: list[HubSource] = []
     problems: list[RolloutMQError] = []
-    for key in ("model", "teacher"):
-        section: ModelConfig | TeacherConfig = getattr(config, key)
+    for key, section, place in _named(config):
         before = next((one for one in known if one.key == key), None)
         try:
-            if (found := _described(key, section, before, tell)) is None:
+            if (found := _described(key, section, place, before, tell)) is None:
                 continue
-            model, directory = found
         except RolloutMQError as error:
             problems.append(error)
             continue
-        models.append(model)
-        local = section.model_copy(update={"path": str(directory), "revision": ""})
-        config = config.model_copy(update={key: local})
+        sources.append(found[0])
+        config = _with_directory(config, key, found[1])
     raise_all(problems)
-    return config, tuple(models)
+    return config, tuple(sources)
 
 
-def fetch(config: RunConfig, models: Sequence[HubModel], *, tell: Tell = lambda _text: None) -> None:
+def _named(config: RunConfig) -> Iterator[tuple[str, _Section, Path]]:
+    """Yield each section that may name something of a hub, with its key and the local path that goes first."""
+    yield "model", config.model, Path(config.model.path)
+    yield "teacher", config.teacher, Path(config.teacher.path)
+    for name, environment in config.environment.items():
+        path = config.base_dir / environment.dataset.path
+        yield f"environment.{name}.dataset", environment.dataset, path
+
+
+def _with_directory(config: RunConfig, key: str, directory: Path) -> RunConfig:
+    update = {"path": str(directory), "revision": ""}
+    if key == "model":
+        return config.model_copy(update={key: config.model.model_copy(update=update)})
+    if key == "teacher":
+        return config.model_copy(update={key: config.teacher.model_copy(update=update)})
+    name = key.split(".")[1]
+    environment = config.environment[name]
+    changed = environment.model_copy(update={"dataset": environment.dataset.model_copy(update=update)})
+    return config.model_copy(update={"environment": {**config.environment, name: changed}})
+
+
+def fetch(config: RunConfig, sources: Sequence[HubSource], *, tell: Tell = lambda _text: None) -> None:
     """Fetch the weights of described models into the cache. Blocks for as long as the download takes.
 
     Raises:
         ConfigError: A download failed, or the model has no weights in the format safetensors.
     """
-    for model in models:
+    for model in sources:
+        if is_dataset(model.key):
+            continue
         if model.key == "teacher" and config.teacher.vllm_url:  # the vLLM has its own
             continue
         tell(f"fetching {model.name} at {model.commit[:12]}, unless it is in the cache")
@@ -90,56 +116,64 @@ def fetch(config: RunConfig, models: Sequence[HubModel], *, tell: Tell = lambda 
 
 
 def fetched(
-    config: RunConfig, known: Sequence[HubModel] = (), *, tell: Tell = lambda _text: None
+    config: RunConfig, known: Sequence[HubSource] = (), *, tell: Tell = lambda _text: None
 ) -> RunConfig:
     """Return a configuration whose models are directories with weights.
 
     Raises:
         ConfigError, MissingError: As for `described` and `fetch`.
     """
-    config, models = described(config, known, tell=tell)
-    fetch(config, models, tell=tell)
+    config, sources = described(config, known, tell=tell)
+    fetch(config, sources, tell=tell)
     return config
 
 
-def models_of(layout: RunLayout) -> list[HubModel]:
-    """Return the models of a hub that a run has used.
+def sources_of(layout: RunLayout) -> list[HubSource]:
+    """Return the models and data sets of a hub that a run has used.
 
     Raises:
         ConfigError: The record is damaged.
     """
     try:
-        return read_json(layout.models, list[HubModel]) or []
+        return read_json(layout.hub, list[HubSource]) or []
     except msgspec.DecodeError as error:
         raise ConfigError(
-            str(layout.models),
+            str(layout.hub),
             f"is damaged: {error}; delete it to continue with the revision of the configuration",
         ) from None
 
 
 def _described(
-    key: str, section: ModelConfig | TeacherConfig, before: HubModel | None, tell: Tell
-) -> tuple[HubModel, Path] | None:
-    """Fetch the description of a model; None if it is in a directory."""
+    key: str, section: _Section, place: Path, before: HubSource | None, tell: Tell
+) -> tuple[HubSource, Path] | None:
+    """Fetch the description of a model, or a data set; None if it is here."""
     name, revision = section.path, section.revision
-    if Path(name).exists() or not NAMED.fullmatch(name):
+    if not NAMED.fullmatch(name) or place.exists():
         if revision:
             raise ConfigError(
-                f"{key}.revision", f"is only for a model of a hub (got {revision!r} with {name}); remove it"
+                f"{key}.revision", f"is only for something of a hub (got {revision!r} with {name}); remove it"
             )
         return None
     _require_library()
     _require_same(key, name, revision, before)
     if before is None and (hub := _online()):
         tell(f"looking up {name} at {hub}")
-    asked = before or HubModel(key=key, name=name, revision=revision, commit="")
-    directory = _snapshot(asked, DESCRIPTION)
-    if not (directory / MODEL_FILE).is_file():
+    asked = before or HubSource(key=key, name=name, revision=revision, commit="")
+    if isinstance(section, DatasetConfig):
+        directory = _snapshot(asked, (*section.files, CARD) if section.files else EVERYTHING)
+    else:
+        directory = _snapshot(asked, DESCRIPTION)
+    if not (is_dataset(key) or (directory / MODEL_FILE).is_file()):
         raise ConfigError(f"{key}.path", f"{name} has no {MODEL_FILE}; name a model for transformers")
-    return HubModel(key=key, name=name, revision=revision, commit=directory.name), directory
+    return HubSource(key=key, name=name, revision=revision, commit=directory.name), directory
 
 
-def _require_same(key: str, name: str, revision: str, before: HubModel | None) -> None:
+def is_dataset(key: str) -> bool:
+    """Return whether a section names a data set, and not a model."""
+    return key.startswith("environment.")
+
+
+def _require_same(key: str, name: str, revision: str, before: HubSource | None) -> None:
     """Refuse to resume a run with another model than it started with."""
     if before is None:
         return
@@ -161,7 +195,7 @@ def _require_library() -> None:
         raise MissingError("the package huggingface_hub", install_remedy("trainer"))
 
 
-def _require_weights(model: HubModel, directory: Path) -> None:
+def _require_weights(model: HubSource, directory: Path) -> None:
     """Require each file of the weights."""
     needed = {SINGLE}
     if (index := directory / INDEX).is_file():
@@ -176,7 +210,7 @@ def _require_weights(model: HubModel, directory: Path) -> None:
         )
 
 
-def _snapshot(model: HubModel, patterns: Sequence[str]) -> Path:
+def _snapshot(model: HubSource, patterns: Sequence[str]) -> Path:
     """Fetch files of one commit, and return its directory in the cache."""
     from huggingface_hub import (
         close_session,
@@ -190,7 +224,8 @@ def _snapshot(model: HubModel, patterns: Sequence[str]) -> Path:
                 model.name,
                 revision=model.commit or model.revision or MAIN,
                 allow_patterns=list(patterns),
-                ignore_patterns=list(LEFT_OUT),
+                ignore_patterns=None if is_dataset(model.key) else list(LEFT_OUT),
+                repo_type="dataset" if is_dataset(model.key) else "model",
             )
         )
     except Exception as error:  # its HTTP client has changed with its versions, and so have the errors
@@ -222,11 +257,14 @@ def _endpoint() -> str:
     return str(constants.ENDPOINT)
 
 
-def _explained(model: HubModel, error: Exception) -> ConfigError:
-    """Say in one line why a model cannot be fetched, and what to do."""
+def _explained(model: HubSource, error: Exception) -> ConfigError:
+    """Say in one line why a model or data set cannot be fetched, and what to do."""
     from huggingface_hub import constants, errors
 
     name, hub, path = model.name, _endpoint(), f"{model.key}.path"
+    kind, page = (
+        ("data set", f"{hub}/datasets/{name}") if is_dataset(model.key) else ("model", f"{hub}/{name}")
+    )
     cause: Any = error
     if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None:
         cause = error.__cause__  # it was looked for in the cache only because of this
@@ -238,11 +276,11 @@ def _explained(model: HubModel, error: Exception) -> ConfigError:
             "set; unset it, or name a directory",
         )
     if isinstance(cause, errors.GatedRepoError):
-        return ConfigError(path, f"{name} is gated; ask for access at {hub}/{name}, and set HF_TOKEN")
+        return ConfigError(path, f"{name} is gated; ask for access at {page}, and set HF_TOKEN")
     if isinstance(cause, errors.RepositoryNotFoundError):
         return ConfigError(
             path,
-            f"{name} is neither a directory here nor a model of {hub}; correct it, or set HF_TOKEN if it is private",
+            f"{name} is neither a directory here nor a {kind} of {hub}; correct it, or set HF_TOKEN if it is private",
         )
     if isinstance(cause, errors.RevisionNotFoundError):
         asked = model.commit or model.revision or MAIN

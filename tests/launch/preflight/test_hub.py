@@ -17,11 +17,11 @@ from tests.trainer.support.saved import save_model
 from benchmarks.end_to_end import scenario
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.preflight.checks import examine
-from rolloutmq.launch.preflight.hub import described, fetch, fetched, models_of
+from rolloutmq.launch.preflight.hub import described, fetch, fetched, sources_of
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import HubModel, RunLayout
+from rolloutmq.schemas.files import HubSource, RunLayout
 
 NAME = "org/tiny"
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
@@ -65,7 +65,7 @@ def test_a_name_becomes_the_directory_of_its_commit(hub: Hub, model: Path) -> No
     commit = hub.push(NAME, model)
     told: list[str] = []
     local, models = described(config(), tell=told.append)
-    assert models == (HubModel(key="model", name=NAME, revision="", commit=commit),)
+    assert models == (HubSource(key="model", name=NAME, revision="", commit=commit),)
     assert told == [f"looking up {NAME} at {hub.url}"]
     directory = Path(local.model.path)
     assert {path.name for path in directory.iterdir()} == {
@@ -94,7 +94,7 @@ def test_a_directory_needs_no_hub(hub: Hub, model: Path, monkeypatch: pytest.Mon
         assert described(given) == (given, ())
     assert not hub.seen
     assert refusal(path=NAME, revision="v1") == (
-        f"model.revision: is only for a model of a hub (got 'v1' with {NAME}); remove it"
+        f"model.revision: is only for something of a hub (got 'v1' with {NAME}); remove it"
     )
 
 
@@ -212,10 +212,10 @@ def test_a_resumed_run_keeps_its_commit_without_asking_the_hub(hub: Hub, model: 
     local, models = described(config())
     fetch(local, models)
     layout = RunLayout(tmp_path)
-    write_json(layout.models, models)
+    write_json(layout.hub, models)
     other = hub.push(NAME, save_model(tmp_path / "other", 2))
     hub.seen.clear()
-    again, kept = described(config(), models_of(layout))
+    again, kept = described(config(), sources_of(layout))
     fetch(again, kept)
     assert (again, kept) == (local, models)
     assert not hub.seen
@@ -226,9 +226,9 @@ def test_a_resumed_run_keeps_its_commit_without_asking_the_hub(hub: Hub, model: 
         ):
             described(config(**section), kept)
     assert Path(described(config())[0].model.path).name == other
-    layout.models.write_text('[{"key":')
-    with pytest.raises(ConfigError, match=r"models.json: is damaged"):
-        models_of(layout)
+    layout.hub.write_text('[{"key":')
+    with pytest.raises(ConfigError, match=r"hub.json: is damaged"):
+        sources_of(layout)
 
 
 def test_a_teacher_of_a_hub_leaves_its_weights_to_its_vllm(hub: Hub, model: Path) -> None:
@@ -243,6 +243,42 @@ def test_a_teacher_of_a_hub_leaves_its_weights_to_its_vllm(hub: Hub, model: Path
     assert not (directory / "model.safetensors").exists()
     assert Path(fetched(validate({**sections, "teacher": teacher})).teacher.path) == directory
     assert (directory / "model.safetensors").exists()
+
+
+def test_a_data_set_is_fetched_for_the_checks_at_one_commit(hub: Hub, tmp_path: Path) -> None:
+    files = {
+        "README.md": b"---\n---\n",
+        "main/train.jsonl": b"{}\n",
+        "main/test.jsonl": b"{}\n",
+        "a.bin": b"",
+    }
+    commit = hub.push("org/sums", files)
+
+    def directory(**section: Any) -> Path:
+        environment = {"sums": {"entry": "a:B", "dataset": {"path": "org/sums", **section}}}
+        local, sources = described(validate({"environment": environment, "base_dir": str(tmp_path)}))
+        assert sources == (
+            HubSource(key="environment.sums.dataset", name="org/sums", revision="", commit=commit),
+        )
+        fetch(local, sources)  # nothing is left to fetch
+        return Path(local.environment["sums"].dataset.path)
+
+    train = directory(files=["main/train*"])
+    assert {str(path.relative_to(train)) for path in train.rglob("*.*")} == {"README.md", "main/train.jsonl"}
+    assert (directory() / "main" / "test.jsonl").is_file()
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org/sums").mkdir()  # a directory beside the configuration goes first
+    environment = {"sums": {"entry": "a:B", "dataset": {"path": "org/sums"}}}
+    assert described(validate({"environment": environment, "base_dir": str(tmp_path)}))[1] == ()
+
+
+def test_a_missing_data_set_is_refused_by_its_key(hub: Hub, tmp_path: Path) -> None:
+    environment = {"sums": {"entry": "a:B", "dataset": {"path": "org/none"}}}
+    with pytest.raises(ConfigError) as refused:
+        described(validate({"environment": environment, "base_dir": str(tmp_path)}))
+    assert str(refused.value).startswith(
+        f"environment.sums.dataset.path: org/none is neither a directory here nor a data set of {hub.url}; "
+    )
 
 
 def test_the_checks_name_the_model_among_other_errors(hub: Hub) -> None:
@@ -282,14 +318,14 @@ def test_a_run_trains_a_model_of_a_hub_and_resumes_with_the_same(
     root = tmp_path / "run"
     code, summary = scenario.run(root, (*told, "trainer.steps=4"), config=QUICKSTART)
     assert (code, summary["steps"]) == (0, 4)
-    [record] = models_of(RunLayout(root))
-    assert record == HubModel(key="model", name=NAME, revision="", commit=first)
+    [record] = sources_of(RunLayout(root))
+    assert record == HubSource(key="model", name=NAME, revision="", commit=first)
     used = json.loads(RunLayout(root).config.read_text())["model"]
     assert (Path(used["path"]).name, used["revision"]) == (first, "")
-    assert f"key=model name={NAME} commit={first}" in RunLayout(root).log("up").read_text()
+    assert f"from a hub key=model name={NAME} commit={first}" in RunLayout(root).log("up").read_text()
     files = {path.name: path.read_bytes() for path in model.iterdir()}
     hub.push(NAME, {**files, "config.json": b"{}"})  # it would not load
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     code, summary = scenario.run(root, (*told, "trainer.steps=6"), config=QUICKSTART, flags=("--resume",))
     assert (code, summary["steps"]) == (0, 6)
-    assert models_of(RunLayout(root)) == [record]
+    assert sources_of(RunLayout(root)) == [record]
