@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Two at once, since many start processes of their own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers \
+.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers test-data \
 	test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench bench-rewards \
 	bench-rivals accept newest reference notebook lock clean
 
@@ -64,6 +64,9 @@ test-skyrl: $(VENV)/.installed .venv-skyrl/.installed ## SkyRL's own trainers on
 test-verifiers: .venv-verifiers/.installed .venv-verifiers04/.installed ## environments of verifiers, in workers that are killed
 	.venv-verifiers/bin/python -m pytest -m rival tests/services/worker/verifiers --ignore tests/services/worker/verifiers/tasksets
 	.venv-verifiers04/bin/python -m pytest -m rival tests/services/worker/verifiers/tasksets
+
+test-data: .venv-verifiers/.installed ## rows of data sets as tasks; the environment of verifiers has `datasets`
+	.venv-verifiers/bin/python -m pytest tests/bus/tasks/test_rows.py
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl

@@ -76,11 +76,14 @@ def up(
     extra += ["broker.replay=true"] if replay else []
     resolved = loaded(config, environ=os.environ, assignments=extra, tell=local.tell)
     from rolloutmq.launch.commands import steer
+    from rolloutmq.launch.preflight.hub import fetched, sources_of
     from rolloutmq.launch.rundir import require_run
+    from rolloutmq.schemas.files import RunLayout
 
     if resume:
         require_run(resolved.run.dir)
-    if detach:
+    if detach:  # a download may take longer than one waits for the broker of a detached run
+        fetched(resolved, sources_of(RunLayout(resolved.run.dir)) if resume else (), tell=local.tell)
         raise typer.Exit(steer.detach(resolved, sys.argv[1:]))
     raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain)))
 

@@ -35,6 +35,7 @@ from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.launch.end_notice import cause_of, end_notice, failure_report
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight.checks import check
+from rolloutmq.launch.preflight.hub import fetch, sources_of
 from rolloutmq.launch.results import conclude
 from rolloutmq.launch.rundir import END_SIGNAL, claimed, clear, living, trim_journal
 from rolloutmq.schemas.config.run import RunConfig
@@ -106,23 +107,31 @@ def up(config: RunConfig, options: UpOptions) -> int:
     """Run to the end and return the exit code. Blocks; call it from the main thread.
 
     Raises:
-        ConfigError: The configuration is invalid; nothing was started.
+        ConfigError: The configuration is invalid, or a model or data set cannot be fetched from its hub; nothing was
+            started.
         RunDirInUseError, AddressInUseError: Another process holds the run directory or a port.
         NotPrivateError: The run directory belongs to another user, or others may write in it.
         UnusablePathError: The run directory cannot be read or written.
         RecordVersionError: Another version wrote the run directory; nothing was started.
     """
-    found = check(config, tell=tell)
+    known = sources_of(RunLayout(config.run.dir)) if options.resume else []
+    found = check(config, known=known, tell=tell)
     for failure in found.failures:
         tell(f"warning: {failure}")
     for each in found.advice:
         tell(f"advice: {each}")
+    config = found.config
+    fetch(config, found.sources, tell=tell)
     token = secrets.token_hex(8)
     with claimed(config.run.dir, token, resume=options.resume) as layout:
         os.close(private_fd(layout.log("up"), os.O_WRONLY | os.O_CREAT))
         set_up_logging(layout.log("up"))
         for each in (*found.failures, *found.advice):
             logger.warning("configuration advice=%s", each)
+        for one in found.sources:
+            logger.info("from a hub key=%s name=%s commit=%s", one.key, one.name, one.commit)
+        if found.sources:
+            write_json(layout.hub, found.sources)
         write_json(layout.config, config)
         with _listener(config, layout) as listener:
             view = make_view(config, plain=options.plain)

@@ -8,7 +8,7 @@ Each problem becomes a `ConfigError` with the dotted path and the allowed values
 import difflib
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin
@@ -159,11 +159,22 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(str(file), f"is not valid TOML: {error}") from None
 
 
-def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]) -> None:
+def prepare_service(
+    run_dir: Path,
+    file: Path | None,
+    assignments: Sequence[str],
+    located: Callable[[RunConfig], RunConfig] = lambda config: config,
+) -> None:
     """Configure a run directory for a service that runs without a launcher.
 
     A configured directory stays unchanged unless a file or an assignment is given. Without a file the trainer is
     somebody else's: nothing but the broker starts.
+
+    Args:
+        run_dir: The directory; created if missing.
+        file: TOML file.
+        assignments: Texts `key=value` with dotted keys.
+        located: Replaces models and data sets of a hub by directories.
 
     Raises:
         NotPrivateError: The directory belongs to another user, or others may write in it.
@@ -179,7 +190,8 @@ def prepare_service(run_dir: Path, file: Path | None, assignments: Sequence[str]
     run_dir.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     require_private(run_dir)
     alone = () if file is not None else ("trainer.enabled=false",)
-    write_json(layout.config, load(file, environ=os.environ, assignments=(*alone, *assignments)))
+    config = load(file, environ=os.environ, assignments=(*alone, *assignments))
+    write_json(layout.config, located(config))
 
 
 def _value(text: str) -> Any:

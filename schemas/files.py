@@ -1,6 +1,7 @@
 """The files of a run directory: their names and the structure of their contents.
 
 config.json          resolved configuration                             written by the launcher
+hub.json             models and data sets of a hub, with commits         launcher
 run.json             owner of the run directory (ProcessIdentity)       launcher
 lives.json           start and end of each life of the run (list of Life)    launcher
 ending.json          what the end of the run waits for                  launcher, while an end lasts
@@ -62,6 +63,7 @@ class RunLayout:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.config = root / "config.json"
+        self.hub = root / "hub.json"
         self.owner = root / "run.json"
         self.lives = root / "lives.json"
         self.ending = root / "ending.json"
@@ -119,6 +121,19 @@ class RunLayout:
     def log(self, process: str) -> Path:
         """Return the log of a process."""
         return self.logs / f"{process}.log"
+
+
+class HubSource(msgspec.Struct, frozen=True, kw_only=True):
+    """`hub.json`, in a list: what the run uses of a hub, at the commit that it keeps when resumed."""
+
+    key: str
+    """Section that names it: `model`, `teacher` or `environment.NAME.dataset`."""
+    name: str
+    """Organization and name of a model or data set."""
+    revision: str
+    """Branch, tag or commit of the configuration; empty for the main branch."""
+    commit: str
+    """Commit that the revision was when the run started."""
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,6 +44,8 @@ def evaluate(config: RunConfig, checkpoint: Path, *, plain: bool = False) -> int
     _alone(config, 1)  # refuses what does not fit before anything is moved or copied
     with claimed(config.run.dir, secrets.token_hex(8), resume=False) as layout:
         step = _copied(source, layout)
+        if (hub := RunLayout(source.parent.parent).hub).is_file():  # the same commits
+            copy_private(hub, layout.hub)
     code = local.up(_alone(config, step), local.UpOptions(resume=True, plain=plain, picture=False))
     answers = sum(done.rollouts for done in recorded(RunLayout(config.run.dir).evaluations))
     return code or int(not answers)

@@ -26,9 +26,10 @@ def broker(
     assignments: Assignments = None,
 ) -> None:
     """Run the broker."""
+    from rolloutmq.launch.preflight.hub import fetched
     from rolloutmq.launch.settings import prepare_service
 
-    prepare_service(run_dir, config, assignments or [])
+    prepare_service(run_dir, config, assignments or [], fetched)
     raise typer.Exit(service_process.broker(run_dir))
 
 

@@ -8,7 +8,7 @@ import importlib.util
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,8 @@ import psutil
 
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import bind_host
-from rolloutmq.launch.endings import TRAINER_NEEDS, ProblemsError, UserCodeError, raise_all
+from rolloutmq.launch.endings import TRAINER_NEEDS, ProblemsError, UserCodeError, problems_of, raise_all
+from rolloutmq.launch.preflight.hub import described
 from rolloutmq.launch.preflight.trial import TIMEOUT_S, Tell, tried, try_environments
 from rolloutmq.launch.settings import load_part
 from rolloutmq.schemas.config.command import problem_of_secrets
@@ -32,6 +33,7 @@ from rolloutmq.schemas.errors import (
     VocabularyMismatchError,
     install_remedy,
 )
+from rolloutmq.schemas.files import HubSource
 from rolloutmq.services.curriculum.samplers.registry import check_samplers
 from rolloutmq.services.http_access import http_token
 from rolloutmq.services.inference.vllm.installed import require_vllm
@@ -52,12 +54,16 @@ class Examined:
         failures: Exceptions and time-outs of the environments' code that the run may survive.
         advice: What could not be checked, and what a reader may want to know.
         tried: What was done with each environment that was tried, by name.
+        config: The configuration, with directories for models and data sets of a hub.
+        sources: These models and data sets.
     """
 
     problems: tuple[RolloutMQError, ...] = ()
     failures: tuple[UserCodeError, ...] = ()
     advice: tuple[UserCodeError, ...] = ()
     tried: Mapping[str, str] = field(default_factory=dict)
+    config: RunConfig = field(default_factory=RunConfig)
+    sources: tuple[HubSource, ...] = ()
 
 
 def loaded(
@@ -82,37 +88,52 @@ def loaded(
     raise ProblemsError([*problems, *more]) if len(problems) + len(more) > 1 else problems[0]
 
 
-def check(config: RunConfig, *, tell: Tell = _silent) -> Examined:
+def check(config: RunConfig, *, known: Sequence[HubSource] = (), tell: Tell = _silent) -> Examined:
     """Examine a configuration and raise what would make the run fail: of several errors, all.
 
     Args:
         config: The configuration.
+        known: Models and data sets of a hub that the run has used before.
         tell: Told what takes long, in one line.
 
     Raises:
         ConfigError: There is no environment, or one cannot work; a secret is not set, a sampler does not exist, has a
             wrong option or draws no task, an address cannot be bound, the token file has no token or is not private, no
-            combination of whole groups fills a batch, the normalization of scores changes nothing, or the teacher does
-            not fit the student.
+            combination of whole groups fills a batch, the normalization of scores changes nothing, the teacher does
+            not fit the student, or a model or data set cannot be fetched from its hub.
         MissingError: A required package is not installed.
         AddressInUseError: Another process listens on the port of the inference server.
     """
-    found = examine(config, tell=tell)
+    found = examine(config, known=known, tell=tell)
     raise_all(found.problems)
     return found
 
 
-def examine(config: RunConfig, *, timeout_s: float = TIMEOUT_S, tell: Tell = _silent) -> Examined:
+def examine(
+    config: RunConfig,
+    *,
+    known: Sequence[HubSource] = (),
+    timeout_s: float = TIMEOUT_S,
+    tell: Tell = _silent,
+) -> Examined:
     """Run every check on a configuration.
 
-    Blocks for as long as the modules of the environments need to load, and their scripted rollouts take.
+    Blocks for as long as the modules of the environments need to load, their scripted rollouts take, and a hub needs to
+    describe its models and send its data sets.
 
     Args:
         config: The configuration.
+        known: Models and data sets of a hub that the run has used before.
         timeout_s: Time-out of the trial of each environment, in seconds.
         tell: Told what takes long, in one line.
     """
-    problems = [*_of_environments(config), *_of_the_run(config)]
+    unfetched: Sequence[RolloutMQError] = ()
+    sources: tuple[HubSource, ...] = ()
+    try:
+        config, sources = described(config, known, tell=tell)
+    except RolloutMQError as error:
+        unfetched = problems_of(error)
+    problems = [*_of_environments(config), *unfetched, *_of_the_run(config, teacher=not unfetched)]
     names = [name for name in tried(config) if not _entry_problems(config, name)]
     verdicts = try_environments(config, names, timeout_s=timeout_s, tell=tell)
     return Examined(
@@ -125,6 +146,8 @@ def examine(config: RunConfig, *, timeout_s: float = TIMEOUT_S, tell: Tell = _si
             *(one.error for verdict in verdicts for one in verdict.advice),
         ),
         tried={one.env: one.tried for one in verdicts if not one.problems and not one.failures},
+        config=config,
+        sources=sources,
     )
 
 
@@ -142,7 +165,7 @@ def _entry_problems(config: RunConfig, name: str) -> list[RolloutMQError]:
     return _raised(lambda: check_entry(name, section, base_dir), lambda: _check_secrets(name, section))
 
 
-def _of_the_run(config: RunConfig) -> list[RolloutMQError]:
+def _of_the_run(config: RunConfig, *, teacher: bool) -> list[RolloutMQError]:
     """Return what is wrong with everything else."""
     return _raised(
         lambda: _check_producers(config),
@@ -154,7 +177,7 @@ def _of_the_run(config: RunConfig) -> list[RolloutMQError]:
         lambda: require_vllm(config.inference.vllm.python) if config.inference.kind == "vllm" else None,
         lambda: _check_packages(config),
         lambda: _check_port(config.inference),
-        lambda: _check_teacher(config),
+        lambda: _check_teacher(config) if teacher else None,
     )
 
 

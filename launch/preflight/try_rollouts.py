@@ -32,6 +32,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rolloutmq.bus.lifecycle import set_up_logging
+from rolloutmq.launch.preflight.hub import fetched
 from rolloutmq.launch.preflight.raters import silent_raters
 from rolloutmq.launch.preflight.standalone import Plan, roll_out
 from rolloutmq.launch.preflight.verdicts import Problem
@@ -95,7 +96,8 @@ def try_rollouts(config: RunConfig, env: str, options: TryOptions) -> int:
         options: What to do.
 
     Raises:
-        ConfigError: There is no such environment, it is a program, or it cannot be loaded.
+        ConfigError: There is no such environment, it is a program, it cannot be loaded, or a model cannot be
+            fetched.
         MissingError: A required package is not installed.
     """
     name = _chosen(config, env)
@@ -105,7 +107,7 @@ def try_rollouts(config: RunConfig, env: str, options: TryOptions) -> int:
         watch.begin(f"loads environment {name}")
         environment = _loaded(config, name, files)
         watch.begin("makes the policy")
-        with _server(config) as server:
+        with _server(fetched(config, tell=_tell)) as server:
             session = _Session(config, name, options, files, watch, Tokens(server), output)
             return session.run(environment, server)
 

@@ -45,7 +45,10 @@ class TeacherConfig(Section):
     """`[teacher]`: the model that the policy learns from. It is used if `path` or `url` is set."""
 
     path: str = ""
-    """Local directory of a transformers model, such as a checkpoint of another run. This run serves it."""
+    """Model of transformers: a local directory, such as a checkpoint of another run, or the name of a model of a hub.
+    This run serves it."""
+    revision: str = ""
+    """Branch, tag or commit of a model of a hub. Empty: its main branch. A resumed run keeps its commit."""
     tokenizer: str = ""
     """Directory of its tokenizer, if it is not in `path`."""
     name: NameText = "teacher"
@@ -91,6 +94,8 @@ class TeacherConfig(Section):
                 f"url must be empty with teacher.path (got {self.url!r}); set url for a teacher of another run, "
                 "or path to serve one here"
             )
+        if self.revision and not self.path:
+            raise ValueError("revision needs teacher.path: set it to the model of a hub")
         if self.vllm_url and not self.path:
             raise ValueError(
                 "vllm_url needs teacher.path: set it to the directory of the model, for its tokenizer"

@@ -27,6 +27,7 @@ OF_CLASSES: Final = (
     "pass_score",
     "rewards",
     "sampling",
+    "dataset",
     "liveness_s",
 )
 """Keys that a program of one's own does not know: they keep their defaults beside `command`."""
@@ -49,6 +50,44 @@ class SamplingConfig(Section):
     extra: dict[str, Any] = {}
     """Further fields of each request, such as `chat_template_kwargs`. Only fields that leave the distribution unchanged
     are allowed: of others, such as `top_p`, the trainer could not compute the log-probabilities."""
+
+
+class DatasetConfig(Section):
+    """`[environment.NAME.dataset]`: rows of a data set as the tasks of the environment, read by `datasets`."""
+
+    path: str = ""
+    """Data set: a file (`.jsonl`, `.json`, `.parquet` or `.csv`) or a directory of such files, relative to the
+    configuration file, or the name of a data set of a hub, such as `openai/gsm8k`."""
+    revision: str = ""
+    """Branch, tag or commit of a data set of a hub. Empty: its main branch. A resumed run keeps its commit."""
+    files: tuple[str, ...] = ()
+    """Patterns of the files of a directory or hub that are fetched and read, such as `main/train-*.parquet`: one split,
+    `train`. Empty: all, and the data set says which belong to a split."""
+    subset: str = ""
+    """Subset (configuration) of a data set that has several."""
+    split: str = "train"
+    """Split with the rows of the training. A single file is one split, `train`."""
+    eval_split: str = ""
+    """Split with the rows of the evaluation. Empty: the rows held out by `eval_rows`."""
+    eval_rows: NonNegativeInt = 0
+    """Rows of `split` that are held out for the evaluation. 0 without `eval_split`: the evaluation asks for rows of the
+    training."""
+    seed: NonNegativeInt = 0
+    """Seed of the order of the rows, and so of the held-out ones. It does not depend on `run.seed`: runs of different
+    seeds hold out the same rows."""
+
+    @model_validator(mode="after")
+    def _one_evaluation(self) -> Self:
+        defaults = {key: field.default for key, field in type(self).model_fields.items()}
+        if not self.path and self.model_dump() != defaults:
+            raise ValueError(
+                "path is required in a section `dataset`; name a file, a directory or a data set of a hub"
+            )
+        if self.eval_split and self.eval_rows:
+            raise ValueError(
+                f"eval_rows must be 0 with eval_split {self.eval_split!r} (got {self.eval_rows}); set one of them"
+            )
+        return self
 
 
 class EnvironmentConfig(Section):
@@ -129,6 +168,7 @@ class EnvironmentConfig(Section):
     pass_score: Annotated[float, Field(allow_inf_nan=False)] | None = None
     """Least score of an answer that passes in the evaluation. None: `evaluation.pass_score`."""
     rewards: RewardsConfig = RewardsConfig.default()
+    dataset: DatasetConfig = DatasetConfig.default()
 
     @property
     def module(self) -> str:
@@ -195,6 +235,10 @@ class EnvironmentConfig(Section):
             raise ValueError(
                 f"verifiers must be the name of an installed package, such as `wordle` or `owner/wordle`, without a "
                 f"version (got {self.verifiers!r})"
+            )
+        if self.dataset.path:
+            raise ValueError(
+                "dataset has no effect on an environment of `verifiers`, which has its own; remove it"
             )
         if self.rewards.raters:
             raise ValueError(

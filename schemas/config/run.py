@@ -61,7 +61,10 @@ class ModelConfig(Section):
     """`[model]`: the policy, loaded from `path` or built from these numbers with random weights."""
 
     path: str = ""
-    """Local directory of a transformers model and its tokenizer. Empty: build a small Llama."""
+    """Model of transformers and its tokenizer: a local directory, or the name of a model of a hub, such as
+    `Qwen/Qwen2.5-0.5B-Instruct`. Empty: build a small Llama."""
+    revision: str = ""
+    """Branch, tag or commit of a model of a hub. Empty: its main branch. A resumed run keeps its commit."""
     tokenizer: str = ""
     """Directory of the tokenizer, if it is not in `path`."""
     name: NameText = "policy"
@@ -91,6 +94,8 @@ class ModelConfig(Section):
     def _shapes(self) -> Self:
         if self.tokenizer and not self.path:
             raise ValueError("tokenizer is only allowed with model.path; a built model uses its own alphabet")
+        if self.revision and not self.path:
+            raise ValueError("revision is only allowed with model.path; a built model has none")
         if self.hidden_size % self.heads:
             raise ValueError(f"hidden_size must be a multiple of heads {self.heads} (got {self.hidden_size})")
         if (least := len(set(self.alphabet)) + 3) > self.vocab_size:

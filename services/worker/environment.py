@@ -267,6 +267,32 @@ class SingleTurn(GroupPerTask[Task]):
         return _trajectory(completion, score, messages)
 
 
+class RowTurn(SingleTurn[Mapping[str, Any]]):
+    """A `SingleTurn` whose tasks are the rows of `[environment.NAME.dataset]`: implement `prompt` and `score`.
+
+    Task i is row i of the shuffled data set, in every worker and every life. The evaluation asks for held-out rows.
+
+    Attributes:
+        rows: Rows of the training; the loader sets it.
+        eval_rows: Rows of the evaluation; those of the training if none are held out.
+    """
+
+    rows: Sequence[Mapping[str, Any]] = ()
+    eval_rows: Sequence[Mapping[str, Any]] = ()
+
+    def task(self, rng: random.Random) -> Mapping[str, Any]:
+        """Draw a row."""
+        return rng.choice(self.rows)
+
+    def task_at(self, index: int, rng: random.Random) -> Mapping[str, Any]:  # noqa: ARG002 - not drawn
+        """Return the row of that number. Raises IndexError if there is none."""
+        return self.rows[index]
+
+    def eval_task_at(self, index: int, rng: random.Random) -> Mapping[str, Any]:  # noqa: ARG002 - not drawn
+        """Return the evaluation's row of that number. Raises IndexError if there is none."""
+        return self.eval_rows[index]
+
+
 def _trajectory(completion: Completion, reward: float, messages: list[Any] | None) -> Trajectory:
     if messages is not None:
         messages = [*messages, {"role": "assistant", "content": completion.text}]

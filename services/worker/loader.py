@@ -21,15 +21,16 @@ from types import ModuleType
 from typing import Any, cast
 
 from rolloutmq.bus.lifecycle import hide, without_secrets
+from rolloutmq.bus.tasks.rows import open_rows
 from rolloutmq.schemas.config.command import problem_of_secrets, resolved, secrets_in
-from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.environment import DatasetConfig, EnvironmentConfig
 from rolloutmq.schemas.config.rewards import RewardsConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.printable import printable
 from rolloutmq.services.rewards.ensemble import Ensemble
 from rolloutmq.services.rewards.raters import Rater
 from rolloutmq.services.rewards.registry import check_rater
-from rolloutmq.services.worker.environment import Environment, SingleTurn
+from rolloutmq.services.worker.environment import Environment, RowTurn, SingleTurn
 from rolloutmq.services.worker.verifiers.environment import VerifiersEnvironment
 from rolloutmq.services.worker.verifiers.package import check_package, has_tasksets
 from rolloutmq.services.worker.verifiers.tasksets.environment import TasksetEnvironment
@@ -64,6 +65,7 @@ def load_environment(name: str, config: EnvironmentConfig, base_dir: Path) -> En
     except (Exception, SystemExit) as error:
         logger.exception("environment constructor failed entry=%s", config.entry)
         raise ConfigError(key, f"{attribute}() raised {_described(error)}") from error
+    _give_rows(f"environment.{name}.dataset", environment, config.dataset, base_dir)
     if config.rewards.raters:
         _give_rewards(f"environment.{name}.rewards", environment, config.rewards, base_dir)
     if isinstance(environment, SingleTurn) and kind.score is SingleTurn.score and environment.rewards is None:
@@ -126,6 +128,17 @@ def _check_source(key: str, entry: str, base_dir: Path, what: str) -> None:
     package = source.partition(".")[0]
     if importlib.util.find_spec(package) is None and PathFinder.find_spec(package, [str(base_dir)]) is None:
         raise ConfigError(key, f"there is no module {package}")
+
+
+def _give_rows(key: str, environment: Any, config: DatasetConfig, base_dir: Path) -> None:
+    """Set `rows` and `eval_rows` of the environment to those of its section."""
+    if config.path:
+        environment.rows, environment.eval_rows = open_rows(key, config, base_dir)
+    elif isinstance(environment, RowTurn) and not environment.rows:
+        raise ConfigError(
+            f"{key}.path",
+            f"required, because {type(environment).__name__} takes its tasks from a data set; name one",
+        )
 
 
 def _give_rewards(key: str, environment: Any, config: RewardsConfig, base_dir: Path) -> None:

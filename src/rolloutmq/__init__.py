@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from rolloutmq.services.rewards.ratings import Ratings
     from rolloutmq.services.rewards.registry import register_rater
     from rolloutmq.services.worker.completion import Completion
-    from rolloutmq.services.worker.environment import Environment, SingleTurn
+    from rolloutmq.services.worker.environment import Environment, RowTurn, SingleTurn
     from rolloutmq.services.worker.openai.wire import Endpoint
     from rolloutmq.services.worker.policy import Policy
     from rolloutmq.services.worker.scripted import ScriptedPolicy, play
@@ -204,7 +204,7 @@ __all__ += ["Column", "Group"]
 _live_in("rolloutmq.schemas.group")
 __all__ += ["Endpoint"]
 _live_in("rolloutmq.services.worker.openai.wire")
-__all__ += ["Environment", "SingleTurn"]
+__all__ += ["Environment", "RowTurn", "SingleTurn"]
 _live_in("rolloutmq.services.worker.environment")
 __all__ += ["Completion"]
 _live_in("rolloutmq.services.worker.completion")

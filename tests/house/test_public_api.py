@@ -85,6 +85,7 @@ PUBLIC = {
     "SegmentInUseError": "error",
     "SessionFencedError": "error",
     "Settled": "class",
+    "RowTurn": "class",
     "SingleTurn": "class",
     "Split": "enum",
     "Task": "class",

@@ -100,6 +100,7 @@ def _write_states(layout: RunLayout) -> None:
     states: dict[Path, Any] = {
         layout.config: settings(),
         layout.owner: launcher,
+        layout.hub: [files.HubSource(key="model", name="org/tiny", revision="", commit="0" * 40)],
         layout.lives: [Life(1.0, 2.0), Life(5.0)],
         layout.ending: files.EndNotice("ending, waits for: broker"),
         layout.processes: [broker],

@@ -39,6 +39,7 @@ from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.launch import results, rundir
 from rolloutmq.launch.commands import explain, ledger
+from rolloutmq.launch.preflight.hub import sources_of
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config.run import RunSection
 from rolloutmq.schemas.errors import RolloutMQError
@@ -330,6 +331,7 @@ JSON: Final = (msgspec.DecodeError,)
 TABLE: Final = (
     Readers("config.json", (), (lambda one: read_run(one.root), lambda one: load_run(one.root))),
     Readers(CONFIG, (), (lambda one: load(one.root / CONFIG, environ={}, assignments=()),)),
+    Readers("hub.json", (), (sources_of,)),
     Readers("run.json", (), (fate_of, lambda one: fate_of(one).say(one))),
     Readers("run.json", JSON, (rundir.owner,)),
     Readers("lives.json", (), (read_lives, rundir.ended_lives)),

@@ -1,14 +1,17 @@
 """Loading an environment from its `entry`, and the errors."""
 
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rolloutmq.bus import lifecycle
-from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.environment import DatasetConfig, EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.services.worker import loader
 from rolloutmq.services.worker.loader import check_entry, load_environment
 from rolloutmq.services.worker.scripted import ScriptedPolicy, play
 
@@ -226,3 +229,68 @@ def test_wrong_raters_of_the_users_code_are_refused_by_the_worker(base_dir: Path
 def test_raters_of_the_configuration_never_replace_a_score(base_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"^environment\.mine\.rewards\.raters: Echo has its own `score`"):
         load_environment("mine", rewarded("good.py:Echo", one={"rater": "exact"}), base_dir)
+
+
+ROWS = """
+from rolloutmq import RowTurn
+
+class Asked(RowTurn):
+    def prompt(self, task):
+        return task["question"]
+
+    def score(self, task, completion):
+        return float(completion.text == task["answer"])
+
+class Own(Asked):
+    rows = [{"question": "own", "answer": "1"}]
+"""
+
+
+def test_rows_of_the_section_are_the_tasks(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (base_dir / "rows.py").write_text(ROWS)
+    rows = [{"question": f"{number}?", "answer": str(number)} for number in range(6)]
+    told = []
+
+    def opened(key: str, config: DatasetConfig, where: Path) -> tuple[list[Any], list[Any]]:
+        told.append((key, config.path, where))
+        return rows[:4], rows[4:]
+
+    monkeypatch.setattr(loader, "open_rows", opened)
+    given = EnvironmentConfig.model_validate({"entry": "rows.py:Asked", "dataset": {"path": "sums.jsonl"}})
+    environment: Any = load_environment("mine", given, base_dir)
+    assert told == [("environment.mine.dataset", "sums.jsonl", base_dir)]
+    rng = random.Random(0)
+    assert [environment.task_at(index, rng) for index in range(4)] == rows[:4]
+    assert [environment.eval_task_at(index, rng) for index in range(2)] == rows[4:]
+    assert environment.task(rng) in rows[:4]
+    with pytest.raises(IndexError):
+        environment.task_at(4, rng)
+    with pytest.raises(IndexError):
+        environment.eval_task_at(2, rng)
+    group = play(environment, ScriptedPolicy(lambda prompt: prompt[:-1]), size=2)
+    assert list(group.scores) == [1.0, 1.0]
+
+
+def test_rows_need_a_section_unless_the_class_has_its_own(base_dir: Path) -> None:
+    (base_dir / "rows.py").write_text(ROWS)
+    with pytest.raises(
+        ConfigError, match=r"^environment\.mine\.dataset\.path: required, because Asked takes"
+    ):
+        load_environment("mine", section("rows.py:Asked"), base_dir)
+    own: Any = load_environment("mine", section("rows.py:Own"), base_dir)
+    assert len(own.rows) == 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "problem"),
+    [
+        ({"eval_rows": 3}, "path is required in a section `dataset`"),
+        ({"path": "a/b", "eval_rows": 3, "eval_split": "test"}, "eval_rows must be 0 with eval_split 'test'"),
+        ({"path": "a/b", "rows": 3}, "rows"),
+    ],
+)
+def test_a_wrong_section_of_a_data_set_is_refused(dataset: dict[str, object], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        EnvironmentConfig.model_validate({"entry": "rows.py:Asked", "dataset": dataset})
+    plain = EnvironmentConfig(entry="rows.py:Asked")
+    assert EnvironmentConfig.model_validate_json(plain.model_dump_json()) == plain
