@@ -11,7 +11,6 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import islice
 from typing import Any, Final, SupportsFloat
 
@@ -90,7 +89,6 @@ class FigureQueue:
     def __init__(self, link: ConsumerConnection) -> None:
         self._link = link
         self._queue: deque[StepFigures] = deque()
-        self._sending: tuple[StepFigures, ...] = ()
         self._there = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._dropped = 0
@@ -106,6 +104,7 @@ class FigureQueue:
         """Queue the figures of a step; those of a rank but the first are dropped. Never waits."""
         if self._link.register.rank:
             return
+        self._closing = False
         names = ",".join(one.not_finite)
         if self._not_finite.is_due(names, time.monotonic()):
             logger.warning("figures not finite step=%d names=%s", one.step, names)
@@ -118,24 +117,25 @@ class FigureQueue:
             self._task = asyncio.create_task(self._send(), name="figures")
 
     async def _send(self) -> None:
-        while True:
+        is_last = False
+        while not is_last:
             await self._there.wait()
             self._there.clear()
             while self._queue:
                 await self._send_some()
 
     async def _send_some(self) -> None:
-        self._sending = tuple(islice(self._queue, LOGGED_LIMIT))
-        for _ in self._sending:
+        logged = tuple(islice(self._queue, LOGGED_LIMIT))
+        for _ in logged:
             self._queue.popleft()
         try:
-            await self._link.ask(LogFigures(consumer=self._link.register.consumer, logged=self._sending))
+            await self._link.ask(LogFigures(consumer=self._link.register.consumer, logged=logged))
         except RolloutMQError as error:
-            self._count(len(self._sending), str(error))
-        self._sending = ()
+            self._count(len(logged), str(error))
 
     def _count(self, steps: int, why: str) -> None:
         before, self._dropped = self._dropped, self._dropped + steps
+            is_last = self._closing
         if before.bit_length() < self._dropped.bit_length():  # a long outage must not fill the log
             logger.warning("figures not logged steps=%d reason=%s", self._dropped, why)
 
@@ -145,8 +145,6 @@ class FigureQueue:
             return
         self._task.cancel()
         await asyncio.wait({self._task})
-        self._queue.extendleft(reversed(self._sending))  # the same figures twice are the same figures
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_S):
-                while self._queue:
-                    await self._send_some()
+        self._closing = True
+        self._there.set()
+        await asyncio.wait({self._task}, timeout=LAST_S)

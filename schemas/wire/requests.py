@@ -237,9 +237,10 @@ class Release(Message, tag="release", frozen=True, kw_only=True):
 
 
 class LogFigures(Message, tag="log_figures", frozen=True, kw_only=True):
-    """Publish the figures that a consumer logged, oldest first, as `StepFigures`."""
+    """Publish the figures that a consumer logged, oldest first, as `StepFigures`. `generation` is as in `Pull`."""
 
     consumer: Name
+    generation: Count = 0
     logged: Annotated[tuple[StepFigures, ...], Meta(max_length=LOGGED_LIMIT)]
     """Figures of each step."""
 

@@ -34,7 +34,7 @@ from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.batches.consumers import POLL_S, Consumer, WaitingPull
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
 from rolloutmq.services.broker.batches.transitions import mismatch, outcomes
-from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -184,9 +184,7 @@ class ConsumerRequests:
         """Refuse a process whose name another one has taken over: it must neither get nor release its batches."""
         if not self._state.consumers.fenced(request.consumer, request.generation):
             return None
-        return refuse(
-            ErrorCode.FENCED, f"consumer {request.consumer}: another process registered under this name"
-        )
+        return taken_over(request.consumer)
 
     def _unpullable(self, pull: Pull, now: float) -> ErrorReply | None:
         state = self._state

@@ -1,5 +1,6 @@
 """A trainer's figures: wrong calls raise at once, values never end a training, and what is logged arrives."""
 
+import asyncio
 import math
 import time
 from pathlib import Path
@@ -133,6 +134,43 @@ async def test_figures_of_an_event_loop_need_no_await(run_dir: Path) -> None:
     async with Consumer.open(run_dir, sequences=2) as consumer:
         consumer.log(1, loss=0.5)
         with pytest.raises(UsageError):
+@pytest.mark.usefixtures("broker")
+async def test_figures_under_way_at_the_end_are_not_sent_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of `log` and the end of the block were two lines of metrics."""
+    async with Consumer.open(run_dir, sequences=2) as consumer:
+        asked = []
+        ask = consumer._link.ask
+
+        async def slow(message: Any, **rest: Any) -> Any:
+            asked.append(message)
+            reply = await ask(message, **rest)
+            await asyncio.sleep(0)  # the reply is on its way while the block ends
+            return reply
+
+        monkeypatch.setattr(consumer._link, "ask", slow)
+        consumer.log(1, loss=0.5)
+        while not asked:  # noqa: ASYNC110 - the request is sent by another task
+            await asyncio.sleep(0)
+        await consumer._figures.close()
+        assert [one.step for message in asked for one in message.logged] == [1]
+
+
+@pytest.mark.usefixtures("broker")
+async def test_figures_of_a_consumer_that_was_taken_over_are_dropped(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Consumer.open(run_dir, sequences=2) as first, Consumer.open(run_dir, sequences=2) as second:
+        first.log(1, loss=0.5)
+        await first._figures.close()
+        second.log(1, loss=0.25)
+        await second._figures.close()
+    dropped = [one.getMessage() for one in caplog.records if "figures not logged" in one.getMessage()]
+    assert len(dropped) == 1
+    assert "took over its batches" in dropped[0]
+
+
             consumer.log(1, loss="much")  # type: ignore[arg-type]
         queue = consumer._figures
         await queue.close()

@@ -161,6 +161,33 @@ def test_logged_figures_are_published_under_the_name_of_the_run(bench: Bench) ->
     ]
 
 
+def test_figures_of_a_consumer_that_was_taken_over_are_refused(bench: Bench) -> None:
+    old = bench.consumer()
+    bench.consumer()
+    request = LogFigures(consumer="c", generation=old, logged=(figures(),))
+    assert bench.refused(request) is ErrorCode.FENCED
+
+
+@pytest.mark.parametrize(("step", "is_valid"), [(4, False), (5, True), (6, True), (7, False), (99, False)])
+def test_a_batch_is_at_most_one_step(bench: Bench, step: int, is_valid: bool) -> None:
+    """A version of step 99 after the first batch ended a run of 40 steps as done."""
+    bench.consumer()
+    bench.producer().send(2)
+    batch = bench.batch(6, version=PolicyVersion(0, 5))
+    settle = Settle(
+        consumer="c",
+        lease=batch.lease,
+        generation=batch.generation,
+        version=PolicyVersion(0, step),
+        trained=ids(batch),
+    )
+    if is_valid:
+        assert bench.ask(settle, Settled).step == 6
+    else:
+        assert bench.refused(settle) is ErrorCode.INVALID
+        assert bench.pressure().step == 5
+
+
 def test_figures_of_strangers_and_infinite_ones_are_refused(bench: Bench) -> None:
     assert bench.refused(LogFigures(consumer="c", logged=(figures(),))) is ErrorCode.UNKNOWN
     bench.consumer()
