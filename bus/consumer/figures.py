@@ -12,7 +12,8 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from itertools import islice
-from typing import Any, Final, SupportsFloat
+from operator import index
+from typing import Any, Final, SupportsFloat, SupportsIndex
 
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.log_throttle import LogThrottle
@@ -33,28 +34,40 @@ Figure = SupportsFloat
 """A number, also of numpy, or a torch tensor of one element."""
 
 
-def step_figures(run: str, version: PolicyVersion, step: int, figures: Mapping[str, Figure]) -> StepFigures:
+def step_figures(
+    run: str, version: PolicyVersion, step: SupportsIndex, figures: Mapping[str, Figure]
+) -> StepFigures:
     """Return the checked figures of a step.
 
     Raises:
         UsageError: The step is no number from 0, there are too many figures, a name has other characters than letters,
             digits, `_`, `.`, `/` and `-`, or a value is no number.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
-        raise UsageError(f"log.step: must be a step number from 0 (got {step!r})")
     if len(figures) > FIGURES_LIMIT:
         raise UsageError(
             f"log: takes at most {FIGURES_LIMIT} figures (got {len(figures)}); log fewer of a step"
         )
+    number = _step(step)
     values = {_name(name): _number(name, value) for name, value in figures.items()}
     return StepFigures(
         run=run,
         incarnation=version.incarnation,
-        step=step,
+        step=number,
         at=time.time(),
         figures={name: value for name, value in values.items() if math.isfinite(value)},
         not_finite=tuple(name for name, value in values.items() if not math.isfinite(value)),
     )
+
+
+def _step(step: SupportsIndex) -> int:
+    """Return a step number, also of an integer of numpy or of a tensor of one; a truth value is none."""
+    try:
+        number = -1 if isinstance(step, bool) else index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 62:
+        raise UsageError(f"log.step: must be a step number from 0, such as `batch.step` (got {step!r:.80})")
+    return number
 
 
 def _name(name: str) -> str:
@@ -91,10 +104,13 @@ class FigureQueue:
         self._queue: deque[StepFigures] = deque()
         self._there = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
         self._dropped = 0
         self._not_finite = LogThrottle()
 
-    def checked(self, version: PolicyVersion, step: int, figures: Mapping[str, Figure]) -> StepFigures:
+    def checked(
+        self, version: PolicyVersion, step: SupportsIndex, figures: Mapping[str, Figure]
+    ) -> StepFigures:
         """Return the figures of a step of a policy's incarnation; see `step_figures`. In any thread."""
         known = self._link.registered
         info = known.info if known else self._link.register.info
@@ -104,7 +120,6 @@ class FigureQueue:
         """Queue the figures of a step; those of a rank but the first are dropped. Never waits."""
         if self._link.register.rank:
             return
-        self._closing = False
         names = ",".join(one.not_finite)
         if self._not_finite.is_due(names, time.monotonic()):
             logger.warning("figures not finite step=%d names=%s", one.step, names)
@@ -121,6 +136,7 @@ class FigureQueue:
         while not is_last:
             await self._there.wait()
             self._there.clear()
+            is_last = self._closing
             while self._queue:
                 await self._send_some()
 
@@ -135,16 +151,15 @@ class FigureQueue:
 
     def _count(self, steps: int, why: str) -> None:
         before, self._dropped = self._dropped, self._dropped + steps
-            is_last = self._closing
         if before.bit_length() < self._dropped.bit_length():  # a long outage must not fill the log
             logger.warning("figures not logged steps=%d reason=%s", self._dropped, why)
 
     async def close(self) -> None:
-        """Send what is queued, for at most `LAST_S`."""
+        """Send what is queued, for at most `LAST_S`. A request under way is not sent again."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.wait({self._task})
         self._closing = True
         self._there.set()
         await asyncio.wait({self._task}, timeout=LAST_S)
+        self._task.cancel()
+        await asyncio.wait({self._task})

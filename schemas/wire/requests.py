@@ -181,7 +181,7 @@ class Settle(Message, tag="settle", frozen=True, kw_only=True):
         lease: Lease of the batch.
         generation: Generation of the consumer.
         rank: Rank of the consumer.
-        version: Policy after the step; the pulled version if no step was taken.
+        version: Policy after the step, at most one step later; the pulled version if no step was taken.
         trained: Groups that the step learned from.
         filtered: Groups without a learning signal (equal rewards), or too stale for the loss.
         rejected: Unusable groups; they become dead letters.

@@ -457,12 +457,8 @@ class ConsumerRequests:
                 f"settle.rank: rank {settle.rank} of lease {settle.lease} was not pulled by {settle.consumer}",
             )
         if part.settle is None:
-            if settle.version.step < lease.version.step:
-                return refuse(
-                    ErrorCode.INVALID,
-                    f"settle.version: the step after the batch must be at least {lease.version.step} "
-                    f"(got {settle.version.step})",
-                )
+            if (skipped := _skips(lease, settle.version)) is not None:
+                return skipped
             if outcomes(part, settle) is None:
                 return refuse(ErrorCode.INVALID, mismatch(part, settle))
             part.settle = settle
@@ -671,6 +667,18 @@ def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliver
 
 def _unsettled(step: int, by: str) -> ErrorReply:
     return refuse(
+def _skips(lease: Lease, version: PolicyVersion) -> ErrorReply | None:
+    """Refuse a policy that cannot follow a batch: one before the pull, or in training more than one step after it."""
+    first, last = lease.version.step, max(lease.version.step + 1, lease.step)
+    if version.step >= first and (version.step <= last or lease.split is not Split.TRAIN):
+        return None
+    return refuse(
+        ErrorCode.INVALID,
+        f"settle.version: the step after the batch must be {first} or {last}: a batch is at most one step "
+        f"(got {version.step})",
+    )
+
+
         ErrorCode.LEASE_LOST,
         f"step {step} is not settled by every rank, {by} pulls it; its groups are queued again",
     )

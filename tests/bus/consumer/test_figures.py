@@ -60,10 +60,15 @@ def test_other_names_are_refused(name: str) -> None:
         checked(**{name: 1.0})
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 62])
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 62, None, np.float64(3.0), np.int64(-1), [3]])
 def test_other_steps_are_refused(step: Any) -> None:
     with pytest.raises(UsageError, match=r"log\.step: "):
         checked(step)
+
+
+@pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), np.array(3)])
+def test_a_step_may_be_an_integer_of_numpy(step: Any) -> None:
+    assert (checked(step).step, type(checked(step).step)) == (3, int)
 
 
 def test_too_many_figures_are_refused() -> None:
@@ -130,11 +135,6 @@ def test_figures_of_a_blocking_consumer_arrive_in_order_also_the_last(
 
 
 @pytest.mark.usefixtures("broker")
-async def test_figures_of_an_event_loop_need_no_await(run_dir: Path) -> None:
-    async with Consumer.open(run_dir, sequences=2) as consumer:
-        consumer.log(1, loss=0.5)
-        with pytest.raises(UsageError):
-@pytest.mark.usefixtures("broker")
 async def test_figures_under_way_at_the_end_are_not_sent_again(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +171,11 @@ async def test_figures_of_a_consumer_that_was_taken_over_are_dropped(
     assert "took over its batches" in dropped[0]
 
 
+@pytest.mark.usefixtures("broker")
+async def test_figures_of_an_event_loop_need_no_await(run_dir: Path) -> None:
+    async with Consumer.open(run_dir, sequences=2) as consumer:
+        consumer.log(1, loss=0.5)
+        with pytest.raises(UsageError):
             consumer.log(1, loss="much")  # type: ignore[arg-type]
         queue = consumer._figures
         await queue.close()

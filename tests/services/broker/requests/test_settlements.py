@@ -7,8 +7,8 @@ import pytest
 from tests.services.broker.bench import Bench, config, ids, right
 
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, RewardSummary, Split
-from rolloutmq.schemas.wire.replies import Ok, Rejected
-from rolloutmq.schemas.wire.requests import LogFigures, Release, SettleGroups
+from rolloutmq.schemas.wire.replies import Ok, Rejected, Settled
+from rolloutmq.schemas.wire.requests import LogFigures, Release, Settle, SettleGroups
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 
 
