@@ -72,6 +72,7 @@ class Settlements:
                 staleness=tuple(staleness),
                 rewards=tuple(bounded(group.header.rewards.mean) for group in used),
                 rewound=lease.rewound,
+                consumer=lease.parts[0].consumer,
             )
         )
         sequences = sum(group.header.sequences for group in used)

@@ -26,7 +26,7 @@ from typing import Any, Final
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.lives import Life, paused_s, pauses, seconds_of
-from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.monitor.report.evaluation import Evaluations, figures
 from rolloutmq.services.monitor.report.metrics import Metrics, bounds_in_force, read_metrics
 from rolloutmq.services.monitor.report.steps import Series
@@ -63,6 +63,19 @@ class TrainerLog:
     def trained(self) -> Counter[str]:
         """Return how often each group was trained."""
         return Counter(name for batch in self.batches for name in batch.trained)
+
+    def rivals(self) -> dict[str, int]:
+        """Return the last step of each consumer, if several took the same step of one policy; else nothing."""
+        takers: defaultdict[PolicyVersion, set[str]] = defaultdict(set)
+        for batch in self.batches:
+            if batch.trained and batch.consumer:
+                takers[batch.version].add(batch.consumer)
+        if not any(len(names) > 1 for names in takers.values()):
+            return {}
+        last: dict[str, int] = {}
+        for version in sorted(takers):
+            last |= dict.fromkeys(sorted(takers[version]), version.step)
+        return last
 
     def filtered(self) -> set[str]:
         return {name for batch in self.batches for name in batch.filtered}
@@ -302,6 +315,8 @@ def summarise(
         - groups_rewound: groups delivered again because the weights trained on them were lost.
         - groups_acked_twice: ids acked under two numbers. Must be 0.
         - batches, batches_without_signal: valid settled batches, and those of them without a step.
+        - trainers: only if several trainers shared the groups, each with steps of its own: the last step of each.
+          Then the figures above mix the steps of all.
         - trainer_resumes: number of resumes from a checkpoint.
         - staleness_max: largest staleness of a trained group, over the valid batches; None without a log of batches.
         - staleness_bound: largest `max_staleness` of the environments in force at the end.
@@ -332,6 +347,7 @@ def summarise(
         wall_s = seconds_of(lives, seen.last_t)
     return {
         **_progress(log, seen, wall_s, lives),
+        **({"trainers": rivals} if (rivals := log.rivals()) else {}),
         "environments": {env: _course(own) for env, own in sorted(log.rewards_of(acks.env_of).items())},
         **_groups(accounts, log, ledger, is_ours=config.trainer.enabled or bool(log.batches)),
         "groups_acked_twice": acks.repeated,

@@ -471,7 +471,8 @@ async def test_a_consumer_whose_name_was_taken_over_says_so_everywhere_and_relea
             fake.answers[kind] = lambda _: ErrorReply(code=ErrorCode.FENCED, detail="p")
         for call in (batch.ack, lambda: c.pull(12, V0), lambda: c.commit(V0)):
             with pytest.raises(
-                ConsumerFencedError, match=r"consumer p: another process .* `consumer=` of its own"
+                ConsumerFencedError,
+                match=r"consumer p: another process .* end one of the two; ranks of one trainer need a `rank`",
             ):
                 await call()
         assert {beat.generation for beat in fake.asked_for(ConsumerBeat)} == {1}

@@ -35,7 +35,7 @@ def test_a_settled_batch_has_a_line_and_an_event(bench: Bench) -> None:
     bad = Rejected(group_id=names[3], reason="bad")
     bench.settle(batch, trained=names[:2], filtered=names[2:3], rejected=(bad,), version=PolicyVersion(0, 4))
     (line,) = bench.settled_lines
-    assert line.version == PolicyVersion(0, 4)
+    assert (line.version, line.consumer) == (PolicyVersion(0, 4), "c")
     assert (line.trained, line.filtered, line.rejected) == (names[:2], names[2:3], names[3:])
     assert (line.staleness, line.rewards) == ((3, 1), (1.0, 0.25, 0.0))
     (event,) = reports(bench)
@@ -206,3 +206,43 @@ def test_a_consumer_that_has_left_is_no_trainer_any_more(bench: Bench) -> None:
     bench.consumer()
     bench.pull(1)
     assert bench.pressure().trainers == 1
+
+
+def test_trainers_are_told_with_their_steps_and_the_last_one_with_its_end(bench: Bench) -> None:
+    assert bench.pressure().untrained_s == 0.0
+    bench.producer().send(6)
+    bench.consumer("registers-only")
+    bench.tick(7.0)
+    found = bench.pressure()
+    assert (found.leaders, found.untrained_s) == ((), 7.0)
+    for name in ("b", "a"):
+        bench.consumer(name)
+        bench.settle(bench.batch(consumer=name), consumer=name)
+    found = bench.pressure()
+    assert [(one.consumer, one.step, one.connected) for one in found.leaders] == [
+        ("a", 0, True),
+        ("b", 0, True),
+    ]
+    assert found.untrained_s == 0.0
+    bench.ask(Release(consumer="a", leaves=True), Ok)
+    bench.tick(1.0)
+    bench.send_beat("b")
+    assert [one.consumer for one in bench.pressure().leaders] == ["b"]
+    bench.tick(4.0)
+    assert [one.silent_s for one in bench.pressure().leaders] == [4.0]
+    bench.tick(6.0)  # it falls silent
+    (last,) = bench.pressure().leaders
+    assert (last.consumer, last.connected, last.has_left, bench.pressure().untrained_s) == (
+        "b",
+        False,
+        False,
+        10.0,
+    )
+    bench.tick(90.0)  # the broker has forgotten its registration
+    (last,) = bench.pressure().leaders
+    assert (last.consumer, last.silent_s, bench.pressure().untrained_s) == ("b", 100.0, 100.0)
+    bench.consumer("b")
+    bench.pull(1, consumer="b")
+    bench.ask(Release(consumer="b", leaves=True), Ok)
+    (last,) = bench.pressure().leaders
+    assert (last.consumer, last.has_left) == ("b", True)

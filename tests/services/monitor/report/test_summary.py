@@ -482,6 +482,23 @@ def test_without_a_log_of_the_trainer_that_of_the_broker_tells_the_steps(run_dir
     assert join(layout, "d")["steps"] == 1, "what a trainer logs by itself comes first"
 
 
+def test_trainers_that_share_the_groups_are_told_with_their_steps(run_dir: Path) -> None:
+    """Two names at one run: 4 batches in 2 steps, and nobody said why."""
+    layout = RunLayout(run_dir)
+    lines = [
+        msgspec.structs.replace(batch(step, f"{name}{step}"), consumer=name)
+        for name, steps in (("t1", (1, 2)), ("t2", (1, 2, 3)))
+        for step in steps
+    ]
+    write(layout.settled, lines)
+    assert join(layout)["trainers"] == {"t1": 2, "t2": 3}
+    write(layout.settled, lines[:3])
+    assert join(layout)["trainers"] == {"t1": 2, "t2": 1}
+    later = [msgspec.structs.replace(batch(3, "x"), consumer="t3")]
+    write(layout.settled, [*lines[:2], *later])
+    assert "trainers" not in join(layout), "one after the other"
+
+
 def test_figures_of_learning_have_their_first_and_last_means(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     lines = [
