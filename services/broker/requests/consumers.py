@@ -434,7 +434,9 @@ class ConsumerRequests:
         if waiting.pull.split is Split.TRAIN:
             state.consumers.polled(waiting.pull, now)
         queued = state.lanes.queued_sequences(waiting.pull.split)
-        state.outbox.reply(waiting.route, NoBatch(wait=waiting.wait, queued_sequences=queued))
+        expired = state.ledger.counts[GroupState.EXPIRED]
+        reply = NoBatch(wait=waiting.wait, queued_sequences=queued, expired_groups=expired)
+        state.outbox.reply(waiting.route, reply)
 
     def settle(self, settle: Settle, now: float, wall: float) -> Settled | ErrorReply:
         """Note the outcome of one rank's shard; the last rank ends the lease."""
@@ -665,8 +667,6 @@ def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliver
     return GroupDeliveries(tuple(listed), tuple(arenas), tuple(frames))
 
 
-def _unsettled(step: int, by: str) -> ErrorReply:
-    return refuse(
 def _skips(lease: Lease, version: PolicyVersion) -> ErrorReply | None:
     """Refuse a policy that cannot follow a batch: one before the pull, or in training more than one step after it."""
     first, last = lease.version.step, max(lease.version.step + 1, lease.step)
@@ -679,6 +679,8 @@ def _skips(lease: Lease, version: PolicyVersion) -> ErrorReply | None:
     )
 
 
+def _unsettled(step: int, by: str) -> ErrorReply:
+    return refuse(
         ErrorCode.LEASE_LOST,
         f"step {step} is not settled by every rank, {by} pulls it; its groups are queued again",
     )
