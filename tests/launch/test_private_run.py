@@ -81,6 +81,29 @@ def shared() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
+def prepared(shared: Path, tmp_path: Path) -> tuple[Path, list[Path]]:
+    """Let another user prepare a run with links to a file of ours; return the file, and all that is there."""
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    names = ("dropped.jsonl", "summary.json", "metrics.jsonl", "logs/up.log", "logs/broker.log", "doubts.new")
+    traps = " && ".join(f"ln -s {victim} {shared}/run/{name}" for name in names)
+    script = f"mkdir -m 777 {shared}/run {shared}/run/logs && echo {{}} > {shared}/run/config.json && {traps}"
+    subprocess.run(["sh", "-ec", script], user=NOBODY, group=NOBODY, extra_groups=[], check=True, timeout=20)
+    return victim, sorted(shared.rglob("*"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
+def test_a_report_on_a_directory_that_another_user_prepared_writes_nothing(
+    shared: Path, tmp_path: Path
+) -> None:
+    victim, before = prepared(shared, tmp_path)
+    ended = rolloutmq("report", shared / "run", limit_s=60.0)
+    assert "Traceback" not in ended.stderr
+    assert "precious" not in ended.stdout + ended.stderr
+    assert sorted(shared.rglob("*")) == before
+    assert victim.read_text() == "precious"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
 @pytest.mark.parametrize(
     "words",
@@ -88,20 +111,13 @@ def shared() -> Iterator[Path]:
         ("broker", "--run-dir"),
         ("gateway", "--plain", "--port", "0", "--run-dir"),
         ("down",),
-        ("report",),
     ],
     ids=lambda words: words[0],
 )
 def test_a_directory_that_another_user_prepared_is_left_alone(
     shared: Path, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    names = ("dropped.jsonl", "summary.json", "metrics.jsonl", "logs/up.log", "logs/broker.log", "doubts.new")
-    traps = " && ".join(f"ln -s {victim} {shared}/run/{name}" for name in names)
-    script = f"mkdir -m 777 {shared}/run {shared}/run/logs && echo {{}} > {shared}/run/config.json && {traps}"
-    subprocess.run(["sh", "-ec", script], user=NOBODY, group=NOBODY, extra_groups=[], check=True, timeout=20)
-    before = sorted(shared.rglob("*"))
+    victim, before = prepared(shared, tmp_path)
     ended = rolloutmq(*words, shared / "run", limit_s=30.0)
     assert ended.returncode in {1, PERMANENT_FAILURE}
     assert f"{shared}/run: belongs to user {NOBODY}" in ended.stderr
