@@ -5,6 +5,7 @@ from typing import Any
 
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure, TrainerStatus
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.services.monitor.live import view
 from rolloutmq.services.monitor.live.progress import describe
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.status import waits
@@ -62,7 +63,7 @@ def test_a_silent_trainer_is_told_before_it_counts_as_gone(make_pressure: MakePr
     assert trouble(make_pressure(trainers=1, leaders=(trainer(silent_s=2.0),))) == NO_TROUBLE
     told = trouble(make_pressure(trainers=1, leaders=(trainer(silent_s=7.0),)))
     assert told.text == (
-        "trainer trainer-0 has been silent for 0:07 after step 9; its process is stopped, or it hangs"
+        "consumer trainer-0 has been silent for 0:07 after step 9; its process is stopped, or it hangs"
     )
 
 
@@ -76,3 +77,5 @@ def test_the_live_views_show_it(make_pressure: MakePressure) -> None:
     board = RunState("r", 400, 0.5, 2.0, {"e": 4})
     board.feed(make_pressure(trainers=1, leaders=(trainer(silent_s=7.0),)), 1.0)
     assert "  the trainer is silent" in describe(board, 1.0)
+    lines = [line.plain for line in view.wait_lines(board, make_pressure(), 1.0)]
+    assert lines[0].startswith(" trainer consumer trainer-0 has been silent for 0:07 after step 9")
