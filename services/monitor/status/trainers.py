@@ -36,7 +36,9 @@ def trouble(pressure: Pressure, total_steps: int = 0, *, is_own: bool = False) -
     if not pressure.trainers and not connected:
         return _absence(pressure, total_steps, is_own=is_own)
     if (silent := next((one for one in connected if one.silent_s > SILENT_S), None)) is not None:
-        text = f"consumer {silent.consumer} has been silent for {format.clock(silent.silent_s)}{_step(silent)}"
+        text = (
+            f"consumer {silent.consumer} has been silent for {format.clock(silent.silent_s)}{_step(silent)}"
+        )
         return TrainerTrouble("the trainer is silent", f"{text}; its process is stopped, or it hangs")
     if len(connected) > 1:
         each = ", ".join(f"{one.consumer} at step {one.step}" for one in connected)
