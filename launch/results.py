@@ -355,6 +355,9 @@ def _lines(
     for number, line in enumerate(evaluation.lines(Evaluations.read(layout), summary["wall_s"])):
         yield f"{'' if number else 'evaluation':<11}{line}"
     yield from _learning(summary["learning"])
+    if rivals := summary.get("trainers"):
+        each = ", ".join(f"{name} to step {step}" for name, step in rivals.items())
+        yield f"trainers   {len(rivals)} shared the groups, each with steps of its own: {each}"
     yield from _groups(layout, summary)
     if summary["staleness_max"] is not None and summary["staleness_bound"] is not None:
         yield f"staleness  at most {summary['staleness_max']}, bound {bound_text(summary)}"

@@ -124,7 +124,7 @@ class ConsumerFencedError(GivenUpError):
     def __str__(self) -> str:
         return (
             f"consumer {self.consumer}: another process registered under this name and took over its batches; "
-            "end one of the two, or open each with a `consumer=` of its own"
+            "end one of the two; ranks of one trainer need a `rank` and a `consumer=` each"
         )
 
 

@@ -296,6 +296,8 @@ class SettledBatch(msgspec.Struct, frozen=True, kw_only=True):
     rewound: bool = False
     moments: dict[str, int] = {}
     """With `trainer.rewards.normalize`: groups in the moments of each environment that normalized the scores."""
+    consumer: str = ""
+    """Consumer of the first rank; only in `settled.jsonl`."""
 
 
 class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,6 +47,14 @@ def step_size(sequences: int, tokens: int) -> StepSize:
     return StepSize(sequences, tokens)
 
 
+def require_version(key: str, version: object) -> None:
+    """Raise UsageError unless a version is a `PolicyVersion`; None is one that the caller fills in."""
+    if version is not None and not isinstance(version, PolicyVersion):
+        raise UsageError(
+            f"{key}: must be a PolicyVersion (got {version!r:.80}); pass `PolicyVersion(incarnation, step)`"
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Batch:
     """This rank's shard of a leased step.

@@ -18,12 +18,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, overload
+from typing import Any, Self, SupportsIndex, overload
 
 import msgspec
 
 from rolloutmq.bus.blocking import Facade, with_arguments_of
-from rolloutmq.bus.consumer.batch import Batch, StepSize, step_size
+from rolloutmq.bus.consumer.batch import Batch, StepSize, require_version, step_size
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.figures import Figure, FigureQueue
 from rolloutmq.bus.consumer.prefetch import Prefetch
@@ -128,6 +128,7 @@ class Consumer:
             RefusedError: The broker does not accept this consumer.
         """
         size, limit_s = step_size(sequences, tokens), time_limit("timeout_s", timeout_s)
+        require_version("resume", resume)
         about = info or RunInfo()
         if not about.batch_sequences and split is Split.TRAIN:
             about = msgspec.structs.replace(about, batch_sequences=sequences)
@@ -194,19 +195,20 @@ class Consumer:
         """
         self._link.progress += 1
 
-    def log(self, step: int, /, **figures: Figure) -> None:
+    def log(self, step: SupportsIndex, /, **figures: Figure) -> None:
         """Log figures of learning, such as `loss` or `kl`, for `top`, `metrics.jsonl` and the report. Never waits.
 
         They leave in the background; without a broker the newest 1,024 steps are kept. Rewards, tokens, staleness and
         settlements need no log: the broker reports them. Of several ranks, those of rank 0 count.
 
         Args:
-            step: Optimizer step, for example `batch.step`.
+            step: Optimizer step, `batch.step`: the summary counts each settled step once, as it was last logged.
             figures: At most 64 numbers by name. One that is infinite or not a number is left out, and its name is
                 reported.
 
         Raises:
-            UsageError: A name is invalid, or a value is no number.
+            UsageError: The step is no integer from 0, there are more figures, a name is invalid, or a value is no
+                number.
         """
         self._figures.put(self._figures.checked(self.version, step, figures))
 
@@ -321,12 +323,14 @@ class Consumer:
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
             LeaseLostError: The step went back to the queue; its work is void.
-            RefusedError: The lists do not match the batch.
+            UsageError: `version` is no `PolicyVersion`.
+            RefusedError: The lists do not match the batch, or `version` is more than one step after it.
             ConsumerFencedError: Another process registered under the name of this consumer.
             ClosedError: The consumer is closed.
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
+        require_version("settle.version", version)
         self.progress()
         out, bad = tuple(filtered), (*batch.rejected, *rejected)
         if trained is None:
@@ -379,11 +383,13 @@ class Consumer:
 
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
+            UsageError: `version` is no `PolicyVersion`.
             RefusedError: The broker does not accept the commit.
             ClosedError: The consumer is closed.
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
+        require_version("commit.version", version)
         await within(limit_s, "commit", self._link.commit(version), lambda: self._link.problem)
 
     def __aiter__(self) -> Self:
@@ -486,7 +492,7 @@ class BlockingConsumer(Facade[Consumer]):
         """See `Consumer.progress`. Never waits."""
         self._object.progress()
 
-    def log(self, step: int, /, **figures: Figure) -> None:
+    def log(self, step: SupportsIndex, /, **figures: Figure) -> None:
         """See `Consumer.log`. Never waits."""
         queue, version = self._object._figures, self._object.version
         self._post(partial(queue.put, queue.checked(version, step, figures)))

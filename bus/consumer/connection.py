@@ -38,6 +38,7 @@ from rolloutmq.schemas.wire.replies import ConsumerRegistered, Reply
 from rolloutmq.schemas.wire.requests import (
     Commit,
     ConsumerBeat,
+    LogFigures,
     Pull,
     RegisterConsumer,
     Release,
@@ -55,6 +56,10 @@ REPEAT_S: Final = 0.5
 """Pause before an unanswered request is sent again."""
 RELEASE_S: Final = 1.0
 """Longest wait for the answer to a release; without it the lease expires later."""
+
+
+_Stamped = Pull | SettleGroups | Release | ConsumerBeat | LogFigures
+"""Requests that name the generation of the registration."""
 
 
 class _Sockets(NamedTuple):
@@ -236,7 +241,7 @@ class ConsumerConnection:
 
     def _stamped(self, message: Request) -> Request:
         """Return the request with the generation of the present registration, if it has a place for it."""
-        if isinstance(message, Pull | SettleGroups | Release | ConsumerBeat) and self.registered is not None:
+        if isinstance(message, _Stamped) and self.registered is not None:
             return msgspec.structs.replace(message, generation=self.registered.generation)
         return message
 

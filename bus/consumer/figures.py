@@ -11,9 +11,9 @@ import re
 import time
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import islice
-from typing import Any, Final, SupportsFloat
+from operator import index
+from typing import Any, Final, SupportsFloat, SupportsIndex
 
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.log_throttle import LogThrottle
@@ -34,28 +34,40 @@ Figure = SupportsFloat
 """A number, also of numpy, or a torch tensor of one element."""
 
 
-def step_figures(run: str, version: PolicyVersion, step: int, figures: Mapping[str, Figure]) -> StepFigures:
+def step_figures(
+    run: str, version: PolicyVersion, step: SupportsIndex, figures: Mapping[str, Figure]
+) -> StepFigures:
     """Return the checked figures of a step.
 
     Raises:
         UsageError: The step is no number from 0, there are too many figures, a name has other characters than letters,
             digits, `_`, `.`, `/` and `-`, or a value is no number.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 1 << 62:
-        raise UsageError(f"log.step: must be a step number from 0 (got {step!r})")
     if len(figures) > FIGURES_LIMIT:
         raise UsageError(
             f"log: takes at most {FIGURES_LIMIT} figures (got {len(figures)}); log fewer of a step"
         )
+    number = _step(step)
     values = {_name(name): _number(name, value) for name, value in figures.items()}
     return StepFigures(
         run=run,
         incarnation=version.incarnation,
-        step=step,
+        step=number,
         at=time.time(),
         figures={name: value for name, value in values.items() if math.isfinite(value)},
         not_finite=tuple(name for name, value in values.items() if not math.isfinite(value)),
     )
+
+
+def _step(step: SupportsIndex) -> int:
+    """Return a step number, also of an integer of numpy or of a tensor of one; a truth value is none."""
+    try:
+        number = -1 if isinstance(step, bool) else index(step)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 1 << 62:
+        raise UsageError(f"log.step: must be a step number from 0, such as `batch.step` (got {step!r:.80})")
+    return number
 
 
 def _name(name: str) -> str:
@@ -90,13 +102,15 @@ class FigureQueue:
     def __init__(self, link: ConsumerConnection) -> None:
         self._link = link
         self._queue: deque[StepFigures] = deque()
-        self._sending: tuple[StepFigures, ...] = ()
         self._there = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._closing = False
         self._dropped = 0
         self._not_finite = LogThrottle()
 
-    def checked(self, version: PolicyVersion, step: int, figures: Mapping[str, Figure]) -> StepFigures:
+    def checked(
+        self, version: PolicyVersion, step: SupportsIndex, figures: Mapping[str, Figure]
+    ) -> StepFigures:
         """Return the figures of a step of a policy's incarnation; see `step_figures`. In any thread."""
         known = self._link.registered
         info = known.info if known else self._link.register.info
@@ -118,21 +132,22 @@ class FigureQueue:
             self._task = asyncio.create_task(self._send(), name="figures")
 
     async def _send(self) -> None:
-        while True:
+        is_last = False
+        while not is_last:
             await self._there.wait()
             self._there.clear()
+            is_last = self._closing
             while self._queue:
                 await self._send_some()
 
     async def _send_some(self) -> None:
-        self._sending = tuple(islice(self._queue, LOGGED_LIMIT))
-        for _ in self._sending:
+        logged = tuple(islice(self._queue, LOGGED_LIMIT))
+        for _ in logged:
             self._queue.popleft()
         try:
-            await self._link.ask(LogFigures(consumer=self._link.register.consumer, logged=self._sending))
+            await self._link.ask(LogFigures(consumer=self._link.register.consumer, logged=logged))
         except RolloutMQError as error:
-            self._count(len(self._sending), str(error))
-        self._sending = ()
+            self._count(len(logged), str(error))
 
     def _count(self, steps: int, why: str) -> None:
         before, self._dropped = self._dropped, self._dropped + steps
@@ -140,13 +155,11 @@ class FigureQueue:
             logger.warning("figures not logged steps=%d reason=%s", self._dropped, why)
 
     async def close(self) -> None:
-        """Send what is queued, for at most `LAST_S`."""
+        """Send what is queued, for at most `LAST_S`. A request under way is not sent again."""
         if self._task is None:
             return
+        self._closing = True
+        self._there.set()
+        await asyncio.wait({self._task}, timeout=LAST_S)
         self._task.cancel()
         await asyncio.wait({self._task})
-        self._queue.extendleft(reversed(self._sending))  # the same figures twice are the same figures
-        with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_S):
-                while self._queue:
-                    await self._send_some()

@@ -22,12 +22,12 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Self, overload
+from typing import Any, Final, Self, SupportsIndex, overload
 
 import msgspec
 
 from rolloutmq.bus.blocking import Facade, with_arguments_of
-from rolloutmq.bus.consumer.batch import Batch, StepSize
+from rolloutmq.bus.consumer.batch import Batch, StepSize, require_version
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.figures import Figure, FigureQueue
 from rolloutmq.bus.consumer.puller import BatchPuller, wrong_reply
@@ -170,6 +170,7 @@ class GroupConsumer:
                 raise UsageError(f"{name}: must be a number from 1 to {most} (got {value!r})")
         if not isinstance(split, Split):
             raise UsageError(f"split: must be Split.TRAIN or Split.EVAL (got {split!r})")
+        require_version("resume", resume)
         about = info or RunInfo()
         if not about.batch_sequences and split is Split.TRAIN:
             about = msgspec.structs.replace(about, batch_sequences=batch_sequences)
@@ -226,7 +227,7 @@ class GroupConsumer:
         """
         self._link.progress += 1
 
-    def log(self, step: int, /, **figures: Figure) -> None:
+    def log(self, step: SupportsIndex, /, **figures: Figure) -> None:
         """Log figures of learning; see `Consumer.log`. Never waits."""
         self._figures.put(self._figures.checked(self.version, step, figures))
 
@@ -339,13 +340,15 @@ class GroupConsumer:
 
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
-            UsageError: A group is not held: `get` has not returned it, or it is settled.
+            UsageError: A group is not held: `get` has not returned it, or it is settled. Or `version` is no
+                `PolicyVersion`.
             RefusedError: A group is named twice, or `version` is behind the last settlement.
             ConsumerFencedError: Another process registered under the name of this consumer.
             ClosedError: The consumer is closed.
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
+        require_version("settle.version", version)
         used, unused, bad = _ids(trained), _ids(filtered), tuple(rejected)
         for group_id in (*used, *unused, *(one.group_id for one in bad)):
             if group_id not in self._held:
@@ -410,11 +413,13 @@ class GroupConsumer:
 
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
+            UsageError: `version` is no `PolicyVersion`.
             RefusedError: The broker does not accept the commit.
             ClosedError: The consumer is closed.
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
+        require_version("commit.version", version)
         await within(limit_s, "commit", self._link.commit(version), lambda: self._link.problem)
 
     def __aiter__(self) -> Self:
@@ -479,7 +484,7 @@ class BlockingGroupConsumer(Facade[GroupConsumer]):
         """See `GroupConsumer.progress`. Never waits."""
         self._object.progress()
 
-    def log(self, step: int, /, **figures: Figure) -> None:
+    def log(self, step: SupportsIndex, /, **figures: Figure) -> None:
         """See `GroupConsumer.log`. Never waits."""
         queue, version = self._object._figures, self._object.version
         self._post(partial(queue.put, queue.checked(version, step, figures)))

@@ -94,9 +94,10 @@ class BatchPuller:
             now = time.monotonic()
             if self._wait_log.is_due(reply.wait.value, now):
                 logger.warning(
-                    "waiting for a batch consumer=%s step=%d reason=%s queued_sequences=%d of=%s waited_s=%.0f",
+                    "waiting for a batch consumer=%s step=%d reason=%s queued_sequences=%d of=%s "
+                    "expired_groups=%d waited_s=%.0f",
                     pull.consumer, step, reply.wait.value, reply.queued_sequences,
-                    self._size.text, self._wait_log.waited_s(now),
+                    self._size.text, reply.expired_groups, self._wait_log.waited_s(now),
                 )  # fmt: skip
             if now >= until:
                 return None

@@ -10,19 +10,25 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
+import msgspec
+
+from rolloutmq.bus.files import decode_json, read_regular
 from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.transport.endpoint import LOOK_INTERVAL_S, Where, is_address, read_endpoints
 from rolloutmq.bus.transport.request_client import BrokerClient, Frames
 from rolloutmq.bus.transport.sockets import Context
 from rolloutmq.schemas.errors import BrokerUnavailableError, MalformedError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.lives import Life
+from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.replies import InfoReply, Reply
 from rolloutmq.schemas.wire.requests import GetInfo, Request
 
 logger = logging.getLogger(__name__)
 
+Found = TypeVar("Found")
 ATTEMPT_S: Final = 2.0
 """Silence of an address after which the run directory is read again."""
 PROBE_S: Final = 1.0
@@ -65,13 +71,33 @@ async def serve_address(where: Where, search: Search | None = None) -> str:
     search = search or Search(where)
     # Another process writes the file: there is no event to wait for.
     while (found := read_endpoints(Path(where))) is None:
-        search.lacks(
-            "no address",
-            f"{RunLayout(Path(where)).endpoints} does not exist; start a broker with "
-            f"`rolloutmq broker --run-dir {where}`, or correct the path",
-        )
+        search.lacks(*_no_broker(RunLayout(Path(where))))
         await asyncio.sleep(LOOK_INTERVAL_S)
     return found.serve
+
+
+def _no_broker(layout: RunLayout) -> tuple[str, str]:
+    """Return the kind of problem, and the problem: the run has ended, or no broker has been there."""
+    lives = _read(layout.lives, list[Life])
+    if lives and lives[-1].ended is not None:
+        reason = (_read(layout.summary, dict[str, Any]) or {}).get("ended")
+        why = f": {printable(reason)}" if isinstance(reason, str) else ""
+        return "ended", (
+            f"the run in {layout.root} has ended{why}; continue it with "
+            f"`rolloutmq up CONFIG --run-dir {layout.root} --resume`"
+        )
+    return "no address", (
+        f"{layout.endpoints} does not exist; start a broker with `rolloutmq broker --run-dir {layout.root}`, or "
+        "correct the path"
+    )
+
+
+def _read(path: Path, kind: type[Found]) -> Found | None:
+    """Read a file of the launcher; None if it is missing or damaged."""
+    try:
+        return decode_json(read_regular(path), kind)
+    except (msgspec.DecodeError, OSError):
+        return None
 
 
 async def reach(

@@ -270,6 +270,21 @@ class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
         return SILENT if self.is_silent else self.state.value
 
 
+class TrainerStatus(Message, tag="trainer_status", frozen=True, kw_only=True):
+    """A trainer, by the consumer of its first rank."""
+
+    consumer: Name
+    group: Name
+    step: Count
+    """Last step that it has settled; 0 before the first."""
+    silent_s: Seconds
+    """Time since its last sign of life."""
+    connected: bool
+    """It has neither left nor been silent for `broker.silence_s`."""
+    has_left: bool = False
+    """It has ended in order."""
+
+
 class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     """State of the queue and the trainer's demand; published on `pressure` four times a second.
 
@@ -327,7 +342,12 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     exact_wait_s: Seconds = 0.0
     """Longest wait of a batch for an exact combination, or for a minimum share."""
     trainers: Count = 0
-    """Number of registered, live trainers."""
+    """Number of registered, live trainers; each rank is one."""
+    leaders: tuple[TrainerStatus, ...] = ()
+    """Trainers, each by its first rank: at most 8 live ones, or else the last one that was."""
+    untrained_s: Seconds = 0.0
+    """Time since a trainer was last heard, or since the start of the broker if none was; 0 while one is connected. A
+    trainer counts from its first pull."""
     starved_s: Seconds = 0.0
     """Seconds in which the trainer was ready but had no batch, since the start of the broker; each rank counts for its
     share."""

@@ -192,6 +192,8 @@ class NoBatch(Message, tag="no_batch", frozen=True, kw_only=True):
 
     wait: Wait
     queued_sequences: Count
+    expired_groups: Count = 0
+    """Accepted groups that were dropped as stale, so far."""
 
 
 class Rejected(Message, tag="rejected", frozen=True, kw_only=True):

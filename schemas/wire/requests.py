@@ -181,7 +181,7 @@ class Settle(Message, tag="settle", frozen=True, kw_only=True):
         lease: Lease of the batch.
         generation: Generation of the consumer.
         rank: Rank of the consumer.
-        version: Policy after the step; the pulled version if no step was taken.
+        version: Policy after the step, at most one step later; the pulled version if no step was taken.
         trained: Groups that the step learned from.
         filtered: Groups without a learning signal (equal rewards), or too stale for the loss.
         rejected: Unusable groups; they become dead letters.
@@ -237,9 +237,10 @@ class Release(Message, tag="release", frozen=True, kw_only=True):
 
 
 class LogFigures(Message, tag="log_figures", frozen=True, kw_only=True):
-    """Publish the figures that a consumer logged, oldest first, as `StepFigures`."""
+    """Publish the figures that a consumer logged, oldest first, as `StepFigures`. `generation` is as in `Pull`."""
 
     consumer: Name
+    generation: Count = 0
     logged: Annotated[tuple[StepFigures, ...], Meta(max_length=LOGGED_LIMIT)]
     """Figures of each step."""
 

@@ -54,6 +54,8 @@ class Expired(msgspec.Struct, frozen=True):
     env: str
     groups: int
     max_staleness: int
+    newest_step: int = 0
+    """Step of the newest policy that sampled one of them."""
     durable: bool = False
 
 
@@ -101,8 +103,8 @@ class Outbox:
     def settled(self, record: SettledBatch) -> None:
         self._actions.append(Recorded(record))
 
-    def expired(self, env: str, groups: int, max_staleness: int) -> None:
-        self._actions.append(Expired(env, groups, max_staleness))
+    def expired(self, env: str, groups: int, max_staleness: int, newest_step: int) -> None:
+        self._actions.append(Expired(env, groups, max_staleness, newest_step))
 
     def drop_all(self) -> None:
         """Forget the gathered actions."""

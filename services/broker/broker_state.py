@@ -166,3 +166,8 @@ class BrokerState:
 
 def refuse(code: ErrorCode, detail: str) -> ErrorReply:
     return ErrorReply(code=code, detail=detail)
+
+
+def taken_over(consumer: str) -> ErrorReply:
+    """Refuse a request of a process whose consumer name another one has taken over."""
+    return refuse(ErrorCode.FENCED, f"consumer {consumer}: another process registered under this name")

@@ -64,7 +64,8 @@ class Trajectory:
         mask: True where the policy sampled the token and is to learn from it.
         logprobs: Log-probability at sampling, in nats; 0 for given tokens.
         score: Reward, a finite number.
-        oldest, newest: Policy versions of the first and the last sampled token.
+        oldest, newest: Policy versions of the first and the last sampled token, as completions have them. None: the
+            newest version that the worker knew when the rollout began.
         finish_reason: End of the last turn, `stop` or `length`, or any text of the environment.
         messages: The conversation, for people and logs.
         temperatures: Temperature that the log-probability refers to; None means 1 for all tokens.
@@ -76,8 +77,8 @@ class Trajectory:
     mask: Sequence[bool] | NDArray[Any]
     logprobs: Sequence[float] | NDArray[Any]
     score: float = 0.0
-    oldest: PolicyVersion = PolicyVersion()
-    newest: PolicyVersion = PolicyVersion()
+    oldest: PolicyVersion | None = None
+    newest: PolicyVersion | None = None
     finish_reason: str = ""
     messages: Sequence[ChatMessage] | None = None
     temperatures: Sequence[float] | NDArray[Any] | None = None
@@ -123,8 +124,8 @@ class Trajectory:
             token_ids=turn.token_ids,
             mask=[*self.mask, *turn.mask[before:]],
             logprobs=[*self.logprobs, *turn.logprobs[before:]],
-            oldest=min(self.oldest, completion.oldest),
-            newest=max(self.newest, completion.newest),
+            oldest=min(self.oldest or completion.oldest, completion.oldest),
+            newest=max(self.newest or completion.newest, completion.newest),
             finish_reason=completion.finish_reason,
             temperatures=None
             if self.temperatures is None and turn.temperatures is None
@@ -198,13 +199,14 @@ def group_of(
             **_further(trajectories),
             **({} if members is None else {"members": Column.opaque(members)}),
         },
-        min(one.oldest for one in trajectories),
-        max(one.newest for one in trajectories),
+        min((one.oldest for one in trajectories if one.oldest), default=PolicyVersion()),
+        max((known for one in trajectories if (known := one.newest or one.oldest)), default=PolicyVersion()),
         started_at,
         finished_at,
         task=task,
         sequences=len(trajectories),
         tokens=int(tokens.values.size),
+        stamped=any(one.oldest for one in trajectories),
     )
     group.check()
     check_token_values(group)

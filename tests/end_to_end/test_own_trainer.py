@@ -113,7 +113,7 @@ async def test_a_trainer_of_ones_own_learns_and_every_view_agrees_on_it(tmp_path
     assert layout.report.stat().st_size > 20_000
     # What `top` showed at last: events may be lost, so its reward is of about the last steps.
     assert board.steps_done == STEPS
-    assert board.reward(50) == pytest.approx(summary["reward_last"], abs=0.05)
+    assert board.reward(STEPS // 4) == pytest.approx(summary["reward_last"], abs=0.05)
     assert set(board.figures) == set(summary["learning"])
     assert f"step {STEPS}/{STEPS}  reward 0." in describe(board, asyncio.get_running_loop().time())
 

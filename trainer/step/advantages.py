@@ -17,6 +17,7 @@ once, to float32.
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from math import frexp
 from types import MappingProxyType
 from typing import Any, Final
 from zlib import crc32
@@ -157,6 +158,9 @@ def compare(scores: NDArray[np.float64], method: Method, *, ddof: int, floor: fl
         case "dr_grpo":
             return centre(scores)
         case "grpo":
+            # The square of a score of 1e300 overflows. Dividing by a power of two changes no bit of the quotient.
+            unit = 2.0 ** (frexp(max(1.0, float(np.abs(scores).max())))[1] - 1)
+            scores, floor = scores / unit, floor / unit
             return centre(scores) / max(float(scores.std(ddof=ddof)), floor)
         case "rloo":
             return leave_one_out(scores)

@@ -14,6 +14,8 @@ from rolloutmq.services.broker.state.groups import Stream
 
 CONSUMERS_LIMIT: Final = 1 << 16
 """Most remembered consumers; a step has at most as many ranks."""
+LEADERS_LIMIT: Final = 8
+"""Most trainers that are told apart."""
 POLL_S: Final = 10.0
 """A consumer that polls, instead of waiting, counts as wanting a batch this long after an empty answer."""
 GREEDY_S: Final = 0.25
@@ -89,6 +91,8 @@ class Consumers:
         self._polled: dict[str, VainPoll] = {}
         self._resumed: dict[str, tuple[PolicyVersion, set[str]]] = {}
         self._settled: dict[str, PolicyVersion] = {}
+        self._last: Consumer | None = None
+        """The first rank of a trainer that was heard last, of those that are not registered any more."""
 
     def find(self, name: str) -> Consumer | None:
         return self._consumers.get(name)
@@ -107,6 +111,14 @@ class Consumers:
         """Return how many consumers that train have shown life since `moment`."""
         return sum(one.trains and not one.has_left and one.heard_at > moment for one in self)
 
+    def leaders(self, moment: float) -> list[Consumer]:
+        """Return the first rank of each trainer that has shown life since `moment`, else of the last that did."""
+        known = [one for one in self if one.trains and not one.rank]
+        if alive := [one for one in known if not one.has_left and one.heard_at > moment]:
+            return sorted(alive, key=lambda one: one.name)[:LEADERS_LIMIT]
+        gone = known if self._last is None else [*known, self._last]
+        return sorted(gone, key=lambda one: one.heard_at)[-1:]
+
     def left(self, name: str) -> None:
         """Note that a consumer has ended in order."""
         if (consumer := self._consumers.get(name)) is not None:
@@ -118,7 +130,14 @@ class Consumers:
 
     def register(self, consumer: Consumer) -> None:
         """Add a registration of a consumer."""
+        self._remember(consumer.name)
         self._consumers[consumer.name] = consumer
+
+    def _remember(self, name: str) -> None:
+        """Keep what is known of a trainer whose registration ends."""
+        gone = self._consumers.get(name)
+        if gone is not None and gone.trains and not gone.rank:
+            self._last = max(gone, self._last or gone, key=lambda one: one.heard_at)
 
     def goes_on(self, request: RegisterConsumer) -> bool:
         """Return whether a registration is that of a known process: the broker was away, or the request is repeated."""
@@ -244,6 +263,7 @@ class Consumers:
         """Forget consumers that gave no sign since `moment` and neither wait nor hold a lease."""
         for name in [n for n, c in self._consumers.items() if c.heard_at <= moment]:
             if name not in holders and name not in self._waiting:
+                self._remember(name)
                 del self._consumers[name]
                 self._polled.pop(name, None)
 
@@ -254,3 +274,4 @@ class Consumers:
         self._polled.clear()
         self._resumed.clear()
         self._settled.clear()
+        self._last = None

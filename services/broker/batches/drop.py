@@ -40,7 +40,8 @@ class GroupDropper:
         groups = list(groups)
         if state is GroupState.EXPIRED:
             for lane, count in Counter(map(self._lanes.of, groups)).items():
-                self._outbox.expired(lane.env, count, lane.rule.max_staleness)
+                newest = max(one.header.oldest.step for one in groups if self._lanes.of(one) is lane)
+                self._outbox.expired(lane.env, count, lane.rule.max_staleness, newest)
         for group in groups:
             self._events.add(Dropped(group.order, state.value, reason))
             if self._rewind_buffer.remove(group):

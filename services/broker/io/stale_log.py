@@ -17,6 +17,7 @@ class _Lane:
     """Groups of one environment: dropped in all, and since the last warning."""
 
     last: Expired
+    newest_step: int = 0
     total: int = 0
     untold: int = 0
     due: float = 0.0
@@ -43,6 +44,7 @@ class StaleLog:
             del self._lanes[told]
         lane = self._lanes.setdefault(expired.env, _Lane(expired))
         lane.last = expired
+        lane.newest_step = max(lane.newest_step, expired.newest_step)
         lane.total += expired.groups
         lane.untold += expired.groups
 
@@ -60,8 +62,15 @@ class StaleLog:
 
 def _warning(lane: _Lane) -> str:
     env = lane.last.env
-    return (
+    text = (
         f"groups dropped as stale env={env} count={lane.untold} total={lane.total} "
-        f"max_staleness={lane.last.max_staleness}; set trainer.batch_sequences to the sequences of the trainer's "
-        f"batches, so that producers do not run ahead, or deliver such groups: `rolloutmq set env.{env}.stale=pass`"
+        f"max_staleness={lane.last.max_staleness} newest_step={lane.newest_step}; set trainer.batch_sequences to the "
+        "sequences of the trainer's batches, so that producers do not run ahead, or deliver such groups: "
+        f"`rolloutmq set env.{env}.stale=pass`"
+    )
+    if lane.newest_step:
+        return text
+    return (
+        f"{text}; or, if every group of {env} names policy step 0, leave `oldest` of Trajectory or Group.build out: "
+        "then it is the policy that the producer knew"
     )

@@ -34,7 +34,7 @@ from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.batches.consumers import POLL_S, Consumer, WaitingPull
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
 from rolloutmq.services.broker.batches.transitions import mismatch, outcomes
-from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -184,9 +184,7 @@ class ConsumerRequests:
         """Refuse a process whose name another one has taken over: it must neither get nor release its batches."""
         if not self._state.consumers.fenced(request.consumer, request.generation):
             return None
-        return refuse(
-            ErrorCode.FENCED, f"consumer {request.consumer}: another process registered under this name"
-        )
+        return taken_over(request.consumer)
 
     def _unpullable(self, pull: Pull, now: float) -> ErrorReply | None:
         state = self._state
@@ -436,7 +434,9 @@ class ConsumerRequests:
         if waiting.pull.split is Split.TRAIN:
             state.consumers.polled(waiting.pull, now)
         queued = state.lanes.queued_sequences(waiting.pull.split)
-        state.outbox.reply(waiting.route, NoBatch(wait=waiting.wait, queued_sequences=queued))
+        expired = state.ledger.counts[GroupState.EXPIRED]
+        reply = NoBatch(wait=waiting.wait, queued_sequences=queued, expired_groups=expired)
+        state.outbox.reply(waiting.route, reply)
 
     def settle(self, settle: Settle, now: float, wall: float) -> Settled | ErrorReply:
         """Note the outcome of one rank's shard; the last rank ends the lease."""
@@ -459,12 +459,8 @@ class ConsumerRequests:
                 f"settle.rank: rank {settle.rank} of lease {settle.lease} was not pulled by {settle.consumer}",
             )
         if part.settle is None:
-            if settle.version.step < lease.version.step:
-                return refuse(
-                    ErrorCode.INVALID,
-                    f"settle.version: the step after the batch must be at least {lease.version.step} "
-                    f"(got {settle.version.step})",
-                )
+            if (skipped := _skips(lease, settle.version)) is not None:
+                return skipped
             if outcomes(part, settle) is None:
                 return refuse(ErrorCode.INVALID, mismatch(part, settle))
             part.settle = settle
@@ -669,6 +665,18 @@ def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliver
             )
         )
     return GroupDeliveries(tuple(listed), tuple(arenas), tuple(frames))
+
+
+def _skips(lease: Lease, version: PolicyVersion) -> ErrorReply | None:
+    """Refuse a policy that cannot follow a batch: one before the pull, or in training more than one step after it."""
+    first, last = lease.version.step, max(lease.version.step + 1, lease.step)
+    if version.step >= first and (version.step <= last or lease.split is not Split.TRAIN):
+        return None
+    return refuse(
+        ErrorCode.INVALID,
+        f"settle.version: the step after the batch must be {first} or {last}: a batch is at most one step "
+        f"(got {version.step})",
+    )
 
 
 def _unsettled(step: int, by: str) -> ErrorReply:

@@ -22,7 +22,7 @@ from rolloutmq.schemas.wire.requests import LogFigures
 from rolloutmq.schemas.wire.training import BatchSettled
 from rolloutmq.services.broker.batches.leases import Lease
 from rolloutmq.services.broker.batches.transitions import outcomes
-from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
@@ -72,6 +72,7 @@ class Settlements:
                 staleness=tuple(staleness),
                 rewards=tuple(bounded(group.header.rewards.mean) for group in used),
                 rewound=lease.rewound,
+                consumer=lease.parts[0].consumer,
             )
         )
         sequences = sum(group.header.sequences for group in used)
@@ -101,7 +102,10 @@ class Settlements:
 
     def log(self, request: LogFigures, now: float) -> Ok | ErrorReply:
         """Publish the figures that a trainer logged."""
-        if self._state.consumers.heard(request.consumer, now) is None:
+        consumers = self._state.consumers
+        if consumers.fenced(request.consumer, request.generation):
+            return taken_over(request.consumer)
+        if consumers.heard(request.consumer, now) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         for one in request.logged:
             for name, value in one.figures.items():

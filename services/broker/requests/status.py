@@ -1,8 +1,9 @@
 """Status: the `Pressure` message, and the status reply around it."""
 
 from collections import Counter
+from collections.abc import Sequence
 
-from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StatusReply
+from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StatusReply, TrainerStatus
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.broker.broker_state import BrokerState
@@ -55,6 +56,7 @@ class StatusReporter:
         queued -= leased_again
         batch = max(1, state.run.batch_sequences)
         self._number += 1
+        leaders = self._leaders(now)
         silent = state.sessions.lost_of_silent() + state.sessions.lost_of_collapsed
         return Pressure(
             epoch=state.epoch,
@@ -89,6 +91,8 @@ class StatusReporter:
             tasks=state.tasks.counts(),
             late_members=dict(state.workers.late_members),
             trainers=state.consumers.trainers(now - state.config.broker.silence_s),
+            leaders=leaders,
+            untrained_s=self._untrained_s(leaders, now),
             starved_s=state.starved_s,
             settled_busy_s=state.settled_busy_s,
             blocked_s=dict(state.workers.blocked_s),
@@ -119,6 +123,26 @@ class StatusReporter:
         for session in self._state.sessions:
             if session.alive:
                 self._state.producer_waited(session.wait, seconds)
+
+    def _leaders(self, now: float) -> tuple[TrainerStatus, ...]:
+        moment = now - self._state.config.broker.silence_s
+        return tuple(
+            TrainerStatus(
+                consumer=one.name,
+                group=one.group,
+                step=max(0, one.settled_step),
+                silent_s=max(0.0, now - one.heard_at),
+                connected=not one.has_left and one.heard_at > moment,
+                has_left=one.has_left,
+            )
+            for one in self._state.consumers.leaders(moment)
+        )
+
+    def _untrained_s(self, leaders: Sequence[TrainerStatus], now: float) -> float:
+        """Return how long no trainer has been heard; 0 while one is connected."""
+        if any(one.connected for one in leaders):
+            return 0.0
+        return min([now - (self._started_at or now), *(one.silent_s for one in leaders)])
 
     def _lane(self, lane: Lane, now: float) -> LaneStatus:
         producers = self._state.credits.producers(lane)

@@ -19,7 +19,7 @@ from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import ErrorReply, Settled, Wait
 from rolloutmq.schemas.wire.requests import Pull, Settle, SettleGroups
 from rolloutmq.services.broker.batches.leases import Lease
-from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.journal.format.events import Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.groups import Stream
@@ -109,9 +109,7 @@ class WindowRequests:
         if consumer is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         if state.consumers.fenced(request.consumer, request.generation):
-            return refuse(
-                ErrorCode.FENCED, f"consumer {request.consumer}: another process registered under this name"
-            )
+            return taken_over(request.consumer)
         named = Counter(_named(request))
         if named and (most := named.most_common(1)[0])[1] > 1:
             return refuse(ErrorCode.INVALID, f"settle_groups: group {most[0]} is named more than once")

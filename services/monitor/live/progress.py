@@ -78,5 +78,7 @@ def _waits(board: RunState) -> list[str]:
     lanes = [lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait)]
     reasons = dict.fromkeys([engines, *lanes] if engines else lanes)
     waiting, _, _ = (board.outside or waits.trainer(pressure)).partition(",")
-    trainer = [f"trainer waits: {waiting}"] if waiting else []
-    return trainer + [f"workers wait: {reason}" for reason in reasons]
+    trouble = board.trainer_trouble().short
+    expired = waits.expired(pressure) if waiting else ""
+    trainer = [f"trainer waits: {waiting}{expired and f', {expired}'}"] if waiting else []
+    return [*filter(None, [trouble]), *trainer] + [f"workers wait: {reason}" for reason in reasons]

@@ -32,6 +32,7 @@ from rolloutmq.schemas.wire.telemetry import (
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.report.history import MOMENTARY, History
 from rolloutmq.services.monitor.report.metrics import configured_bounds
+from rolloutmq.services.monitor.status.trainers import NO_TROUBLE, TrainerTrouble, trouble
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined
 from rolloutmq.services.monitor.text import figures
 
@@ -89,6 +90,8 @@ class RunState:
         """Since when no event is recorded, and why; read from a file, too."""
         self.outside = ""
         """Reason why the trainer does not ask the broker now, see `waits.outside`; read from a file, too."""
+        self.is_own_trainer = False
+        """Whether no launcher starts the trainer."""
         self.unserved = ""
         """Reason why no inference server can sample, see `waits.unserved`; read from files, too."""
         self.left_out = ""
@@ -105,13 +108,15 @@ class RunState:
     @classmethod
     def of(cls, config: RunConfig) -> "RunState":
         """Return the initial state of a configured run."""
-        return cls(
+        state = cls(
             config.run.name,
             config.trainer.steps,
             config.orchestrator.scaling.setpoint_batches / 2.0,
             config.orchestrator.scaling.setpoint_batches * 2.0,
             configured_bounds(config),
         )
+        state.is_own_trainer = not config.trainer.enabled
+        return state
 
     def recall(self, history: History, now: float) -> None:
         """Begin with the history of the run; call it before the first event, with the time `now` of the reading."""
@@ -254,6 +259,12 @@ class RunState:
         if not self.total_steps or rate <= 0.0:
             return None
         return max(0, self.total_steps - self.steps_done) / rate
+
+    def trainer_trouble(self) -> TrainerTrouble:
+        """Return what is wrong with the trainers."""
+        if self.pressure is None:
+            return NO_TROUBLE
+        return trouble(self.pressure, self.total_steps, is_own=self.is_own_trainer)
 
     def workers(self) -> tuple[WorkerStatus, ...]:
         """Return the workers except those in state `gone`."""

@@ -224,6 +224,8 @@ def _activity(board: RunState, now: float) -> Text:
 
 
 def _trainer_line(board: RunState, pressure: Pressure) -> Text:
+    if problem := board.trainer_trouble().text:
+        return _row("trainer", Text(problem, style="bold red"))
     if reason := board.outside or waits.trainer(pressure):
         return _row("trainer", "waits: ", Text(reason, style="yellow"))
     if not board.steps_done and not pressure.ledger.leased:

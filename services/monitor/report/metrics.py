@@ -8,7 +8,7 @@ process took its name, or if it fell silent without draining.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -17,7 +17,8 @@ import msgspec
 
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import SILENT_S, WorkerState
-from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.services.monitor.report.steps import Series, StepPoint, StepRecord
 from rolloutmq.services.monitor.text.figures import of_step
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -127,57 +128,13 @@ class PressurePoint:
     draining: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepPoint:
-    """One published step."""
-
-    t: float
-    step: int
-    reward: float
-    staleness_max: int
-    tokens: int
-
-
-@dataclass(slots=True)
-class StepPoints:
-    """Steps by policy version: each once, as its trainer reported it, or else as the broker did."""
-
-    _told: dict[tuple[int, int], StepPoint] = field(default_factory=dict)
-    _settled: dict[tuple[int, int], StepPoint] = field(default_factory=dict)
-
-    def see(self, line: Line, figures: dict[str, list[tuple[float, float]]]) -> None:
-        """Take a line that may be about a step, and append its figures of learning."""
-        point = StepPoint(line.t, line.step, line.reward, line.staleness_max, line.tokens)
-        version = line.incarnation, line.step
-        if line.kind == "batch_settled" and line.stepped:
-            self._settled.setdefault(version, point)
-        elif line.kind == "step_done" and version not in self._told:
-            self._told[version] = point
-            _append(figures, line.t, of_step(line.loss, line.extra))
-        elif line.kind == "step_figures":
-            _append(figures, line.t, line.figures)
-
-    def points(self) -> list[StepPoint]:
-        """Return the steps in order of arrival."""
-        return sorted((self._settled | self._told).values(), key=lambda point: point.t)
-
-
-def _append(
-    series: dict[str, list[tuple[float, float]]], t: float, figures: Mapping[str, float | None]
-) -> None:
-    for name, value in figures.items():
-        if value is not None:  # JSON has no NaN
-            series.setdefault(name, []).append((t, value))
-
-
 @dataclass(slots=True)
 class Metrics:
     """Series of a run in order of arrival. Times are wall clock."""
 
     pressures: list[PressurePoint] = field(default_factory=list)
     steps: list[StepPoint] = field(default_factory=list)
-    figures: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """Time and value of each figure of learning, by name."""
+    figures: Series = field(default_factory=dict)
     marks: list[Mark] = field(default_factory=list)
     bounds: list[BoundChange] = field(default_factory=list)
     """Staleness bounds reported by the broker, and their changes."""
@@ -262,6 +219,18 @@ def _changes(line: Line, bounds: dict[str, int]) -> list[BoundChange]:
     return found
 
 
+def _take_step(line: Line, steps: StepRecord) -> None:
+    """Take a line that may be about a step."""
+    version = PolicyVersion(line.incarnation, line.step)
+    point = StepPoint(line.t, line.step, line.reward, line.staleness_max, line.tokens)
+    if line.kind == "batch_settled" and line.stepped:
+        steps.settled(version, point)
+    elif line.kind == "step_done":
+        steps.told(version, point, of_step(line.loss, line.extra))
+    elif line.kind == "step_figures":
+        steps.logged(version, line.t, line.figures)
+
+
 def read_metrics(path: Path) -> Metrics:
     """Read the metrics of a run; empty if there are none.
 
@@ -270,7 +239,7 @@ def read_metrics(path: Path) -> Metrics:
     """
     metrics = Metrics()
     watch = WorkerWatch()
-    steps = StepPoints()
+    steps = StepRecord()
     bounds: dict[str, int] = {}
     for line in read_lines(path, Line):
         metrics.first_t = metrics.first_t or line.t
@@ -293,6 +262,6 @@ def read_metrics(path: Path) -> Metrics:
         elif line.kind == "health_finding":
             metrics.findings.add(f"{line.env}.{line.finding}")
         else:
-            steps.see(line, metrics.figures)
-    metrics.steps = steps.points()
+            _take_step(line, steps)
+    metrics.steps, metrics.figures = steps.points(), steps.figures()
     return metrics

@@ -208,11 +208,11 @@ def _workers(panel: Any, metrics: Metrics, start: float, down: Sequence[float]) 
 def _learning(panel: Any, metrics: Metrics, start: float) -> None:
     """Draw each figure of learning over its own range: their scales differ by magnitudes."""
     for colour, (name, series) in zip(COLOURS, metrics.figures.items(), strict=False):
-        values = smoothed([value for _, value in series], SMOOTHED_STEPS)
+        values = smoothed([point.value for point in series], SMOOTHED_STEPS)
         low, high = min(values), max(values)
         scaled = [(value - low) / (high - low) if high > low else 0.5 for value in values]
         label = f"{name} {values[0]:.3g} to {values[-1]:.3g}"
-        panel.plot([t - start for t, _ in series], scaled, color=colour, linewidth=1.1, label=label)
+        panel.plot([point.t - start for point in series], scaled, color=colour, linewidth=1.1, label=label)
     panel.set_ylim(-0.08, 1.08)
     panel.tick_params(left=False, labelleft=False)
     panel.legend(

@@ -26,13 +26,15 @@ from typing import Any, Final
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.lives import Life, paused_s, pauses, seconds_of
-from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.monitor.report.evaluation import Evaluations, figures
 from rolloutmq.services.monitor.report.metrics import Metrics, bounds_in_force, read_metrics
+from rolloutmq.services.monitor.report.steps import Series
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
 WINDOW_STEPS: Final = 50
-"""Steps at either end over which `reward_first` and `reward_last` are averaged."""
+"""Most steps at either end over which figures are averaged: at most a quarter of all steps, so that both ends differ
+in a short run, too."""
 
 TOLD_BY_TRAINER: Final = (
     *("groups_trained", "groups_filtered", "groups_lost"),
@@ -61,6 +63,19 @@ class TrainerLog:
     def trained(self) -> Counter[str]:
         """Return how often each group was trained."""
         return Counter(name for batch in self.batches for name in batch.trained)
+
+    def rivals(self) -> dict[str, int]:
+        """Return the last step of each consumer, if several took the same step of one policy; else nothing."""
+        takers: defaultdict[PolicyVersion, set[str]] = defaultdict(set)
+        for batch in self.batches:
+            if batch.trained and batch.consumer:
+                takers[batch.version].add(batch.consumer)
+        if not any(len(names) > 1 for names in takers.values()):
+            return {}
+        last: dict[str, int] = {}
+        for version in sorted(takers):
+            last |= dict.fromkeys(sorted(takers[version]), version.step)
+        return last
 
     def filtered(self) -> set[str]:
         return {name for batch in self.batches for name in batch.filtered}
@@ -279,8 +294,8 @@ def summarise(
     Returns:
         These figures; a mean over nothing is None.
 
-        - reward_first, reward_last: mean raw score of the first and the last 50 steps, each step the mean over
-          all groups pulled for it, filtered ones included.
+        - reward_first, reward_last: mean raw score of the first and of the last quarter of the steps, at most 50
+          of them; each step the mean over all groups pulled for it, filtered ones included.
         - environments: reward_first and reward_last of each environment, over the steps with its groups. The
           figures of all together mix scores of different scales.
         - steps: optimizer steps of the final policy.
@@ -300,6 +315,8 @@ def summarise(
         - groups_rewound: groups delivered again because the weights trained on them were lost.
         - groups_acked_twice: ids acked under two numbers. Must be 0.
         - batches, batches_without_signal: valid settled batches, and those of them without a step.
+        - trainers: only if several trainers shared the groups, each with steps of its own: the last step of each.
+          Then the figures above mix the steps of all.
         - trainer_resumes: number of resumes from a checkpoint.
         - staleness_max: largest staleness of a trained group, over the valid batches; None without a log of batches.
         - staleness_bound: largest `max_staleness` of the environments in force at the end.
@@ -308,9 +325,9 @@ def summarise(
         - workers_min, workers_max: fewest and most workers ready at once; in each life from the first time that
           `min_workers` were to its last step.
         - steps_per_s: steps over the time from the first to the last of them, without the time between lives.
-        - tokens: tokens of the published steps; too few if an event was dropped.
+        - tokens: tokens of the recorded steps of the final policy; too few if an event was dropped.
         - learning: each figure of learning that the trainer told, such as `loss`: its mean over the `first` and the
-          `last` 50 steps with it.
+          `last` quarter of the settled steps with it, at most 50 of them.
         - late_members: sequences missing from groups closed at their deadline.
         - curriculum: only with curricula: the last recorded progress of each, by environment.
         - findings: names of all findings about rewards, as `environment.finding`.
@@ -330,6 +347,7 @@ def summarise(
         wall_s = seconds_of(lives, seen.last_t)
     return {
         **_progress(log, seen, wall_s, lives),
+        **({"trainers": rivals} if (rivals := log.rivals()) else {}),
         "environments": {env: _course(own) for env, own in sorted(log.rewards_of(acks.env_of).items())},
         **_groups(accounts, log, ledger, is_ours=config.trainer.enabled or bool(log.batches)),
         "groups_acked_twice": acks.repeated,
@@ -338,7 +356,7 @@ def summarise(
         "workers_min": min(ready, default=0),
         "workers_max": max(ready, default=0),
         "tokens": sum(step.tokens for step in seen.steps),
-        "learning": {name: _learned(series) for name, series in seen.figures.items()},
+        "learning": _learned(seen.figures, log),
         "late_members": seen.late_members,
         **({"curriculum": seen.curricula} if seen.curricula else {}),
         "findings": sorted(seen.findings),
@@ -382,15 +400,31 @@ def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None, lives: Seque
 def _course(rewards: Sequence[float]) -> dict[str, float | None]:
     """Return the mean score of the first and of the last steps."""
     return {
-        "reward_first": _mean(rewards[:WINDOW_STEPS]) if rewards else None,
-        "reward_last": _mean(rewards[-WINDOW_STEPS:]) if rewards else None,
+        "reward_first": _ends(rewards)[0] if rewards else None,
+        "reward_last": _ends(rewards)[1] if rewards else None,
     }
 
 
-def _learned(series: Sequence[tuple[float, float]]) -> dict[str, float]:
-    """Return the mean of a figure over the first and over the last steps."""
-    values = [value for _, value in series]
-    return {"first": _mean(values[:WINDOW_STEPS]), "last": _mean(values[-WINDOW_STEPS:])}
+def _learned(figures: Series, log: TrainerLog) -> dict[str, dict[str, float]]:
+    """Return the means of each figure over the first and over the last steps.
+
+    Figures of a step that no batch settled do not count: its lease was lost, or its trainer.
+    """
+    last = max((batch.version.step for batch in log.batches), default=inf)
+    found = {
+        name: [point.value for point in series if point.step <= last] for name, series in figures.items()
+    }
+    return {
+        name: dict(zip(("first", "last"), _ends(values), strict=True))
+        for name, values in found.items()
+        if values
+    }
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means over the first and over the last steps; there must be one."""
+    steps = max(1, min(WINDOW_STEPS, len(values) // 4))
+    return _mean(values[:steps]), _mean(values[-steps:])
 
 
 def _groups(

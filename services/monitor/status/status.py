@@ -35,6 +35,7 @@ from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view
 from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.ended import LABEL_CHARS, show_ended
 from rolloutmq.services.monitor.status.gpus import read_gpus
+from rolloutmq.services.monitor.status.trainers import trouble
 from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
     fields,
@@ -57,7 +58,8 @@ _LIFE: Final = ("waiting", *WorkerState, SILENT, "stopping", "fatal")
 class RunDetails:
     """State beside the broker's reply: workers, engines, GPUs, the waits of the trainer and of the workers outside the
     broker, whether the run has workers by design, the curricula, the points of the evaluation, the problems of the
-    orchestrator and of the record, what training showed last, and the seconds that the run has run.
+    orchestrator and of the record, what training showed last, the seconds that the run has run, and whether no launcher
+    starts its trainer.
     """
 
     crew: Sequence[WorkerRow] = ()
@@ -72,6 +74,7 @@ class RunDetails:
     record: str = ""
     lately: Lately = field(default_factory=Lately)
     ran_s: float | None = None
+    is_own_trainer: bool = False
 
 
 def status(where: Path, as_json: bool) -> int:
@@ -136,6 +139,7 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
         record_view.problem(layout, now, wall),
         read_lately(layout),
         ran_s(layout, wall),
+        known is None or _has_own_trainer(layout),
     )
     orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
     supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
@@ -149,6 +153,14 @@ def _configures_workers(layout: RunLayout) -> bool:
     except RolloutMQError:
         return True
     return bool(config.environment)
+
+
+def _has_own_trainer(layout: RunLayout) -> bool:
+    try:
+        config, _ = read_run(layout.root)
+    except RolloutMQError:
+        return False
+    return not config.trainer.enabled
 
 
 def _dead(fate: Fate, layout: RunLayout) -> list[str]:
@@ -185,7 +197,13 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
 
 
 def _why(reply: StatusReply, also: RunDetails) -> str:
-    return waits.explain(reply.pressure, also.outside, unserved=also.unserved, has_workers=also.has_workers)
+    return waits.explain(
+        reply.pressure,
+        also.outside,
+        unserved=also.unserved,
+        has_workers=also.has_workers,
+        trainers=trouble(reply.pressure, reply.total_steps, is_own=also.is_own_trainer),
+    )
 
 
 def _gpu(record: GpuRecord) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import SILENT, LaneStatus, Pressure, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.services.monitor.status.trainers import NO_TROUBLE, TrainerTrouble
 from rolloutmq.services.monitor.text import format
 
 Found = TypeVar("Found")
@@ -82,7 +83,14 @@ def _lanes(pressure: Pressure) -> str:
     return f"{text}; other environments wait: {more}"
 
 
-def explain(pressure: Pressure, outside: str = "", *, unserved: str = "", has_workers: bool = True) -> str:
+def explain(
+    pressure: Pressure,
+    outside: str = "",
+    *,
+    unserved: str = "",
+    has_workers: bool = True,
+    trainers: TrainerTrouble = NO_TROUBLE,
+) -> str:
     """Return one line on all waits, or state that nobody waits.
 
     Args:
@@ -90,9 +98,11 @@ def explain(pressure: Pressure, outside: str = "", *, unserved: str = "", has_wo
         unserved: Why no inference server can sample, see the function `unserved`.
         has_workers: Whether the run has workers by design. A broker with producers of one's own has none, nor has a
             gateway.
+        trainers: What is wrong with the trainers, see `trainers.trouble`.
     """
     reasons = {"trainer waits": outside or trainer(pressure), "workers wait": workers(pressure, unserved)}
-    parts = [f"{who}: {why}" for who, why in reasons.items() if why]
+    parts = [trainers.text] if trainers.text else []
+    parts += [f"{who}: {why}" for who, why in reasons.items() if why]
     if parts:
         return "; ".join(parts)
     expects = has_workers or bool(pressure.workers)
@@ -108,8 +118,8 @@ def _no_batch(pressure: Pressure) -> str:
         text += f", {_bytes(pressure)} held, of which {format.amount(pressure.leased_bytes)} in training"
     if pressure.produced_per_s > 0 and missing > 0:
         text += f", the rest takes {missing / pressure.produced_per_s:.0f} s"
-    if pressure.ledger.expired > EXPIRED_PART * pressure.ledger.accepted:
-        text += f"; {pressure.ledger.expired:,} of {pressure.ledger.accepted:,} groups expired, too stale to train on"
+    if many := expired(pressure):
+        text += f"; {many}, too stale to train on (the broker's log has remedies)"
     producers = sum(lane.producers for lane in pressure.lanes)
     if producers and not pressure.workers:  # of one's own, or of the gateway: they send no heartbeats
         return f"{text}; {producers} producer{'s' * (producers != 1)}"
@@ -117,6 +127,13 @@ def _no_batch(pressure: Pressure) -> str:
     ready = counts.pop(_READY, 0)
     others = [f", {counts[state]} {state}" for state in (*WorkerState, SILENT) if counts[state]]
     return f"{text}; {ready} worker{'s' * (ready != 1)} ready{''.join(others)}"
+
+
+def expired(pressure: Pressure) -> str:
+    """Return how many groups expired, if they are so many that a batch may never form; else nothing."""
+    ledger = pressure.ledger
+    many = ledger.expired > EXPIRED_PART * ledger.accepted
+    return f"{ledger.expired:,} of {ledger.accepted:,} groups expired" if many else ""
 
 
 def _no_exact_fit(pressure: Pressure) -> str:

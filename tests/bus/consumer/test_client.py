@@ -80,6 +80,21 @@ async def test_a_batch_is_pulled_decoded_and_settled(fake: "FakeBroker", group: 
     assert fake.asked_for(Release)
 
 
+async def test_a_bare_number_is_no_version(fake: "FakeBroker", group: MakeGroup) -> None:
+    fake.answers[Pull] = answers(leased([group("a")]))
+    with pytest.raises(UsageError, match=r"resume: must be a PolicyVersion \(got 5\)"):
+        async with Consumer.open(fake.layout.root, sequences=5, resume=5):  # type: ignore[arg-type]
+            raise AssertionError("opened")
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=5) as c:
+        batch = await c.pull(11, V0)
+        with pytest.raises(UsageError, match=r"settle\.version: must be a PolicyVersion \(got 5\)"):
+            await batch.ack(5)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"commit\.version: must be a PolicyVersion \(got 5\)"):
+            await c.commit(5)  # type: ignore[arg-type]
+        await batch.ack()
+    assert not fake.asked_for(Commit)
+
+
 async def test_the_lists_of_a_settlement_complement_each_other(fake: "FakeBroker", group: MakeGroup) -> None:
     groups = [group(name) for name in "abcd"]
     fake.answers[Pull] = answers(leased(groups, spoil=("c",)), leased(groups[:1]))
@@ -456,7 +471,8 @@ async def test_a_consumer_whose_name_was_taken_over_says_so_everywhere_and_relea
             fake.answers[kind] = lambda _: ErrorReply(code=ErrorCode.FENCED, detail="p")
         for call in (batch.ack, lambda: c.pull(12, V0), lambda: c.commit(V0)):
             with pytest.raises(
-                ConsumerFencedError, match=r"consumer p: another process .* `consumer=` of its own"
+                ConsumerFencedError,
+                match=r"consumer p: another process .* end one of the two; ranks of one trainer need a `rank`",
             ):
                 await call()
         assert {beat.generation for beat in fake.asked_for(ConsumerBeat)} == {1}

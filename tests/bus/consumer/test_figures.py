@@ -1,5 +1,6 @@
 """A trainer's figures: wrong calls raise at once, values never end a training, and what is logged arrives."""
 
+import asyncio
 import math
 import time
 from pathlib import Path
@@ -59,10 +60,15 @@ def test_other_names_are_refused(name: str) -> None:
         checked(**{name: 1.0})
 
 
-@pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 62])
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 62, None, np.float64(3.0), np.int64(-1), [3]])
 def test_other_steps_are_refused(step: Any) -> None:
     with pytest.raises(UsageError, match=r"log\.step: "):
         checked(step)
+
+
+@pytest.mark.parametrize("step", [np.int64(3), np.uint8(3), np.array(3)])
+def test_a_step_may_be_an_integer_of_numpy(step: Any) -> None:
+    assert (checked(step).step, type(checked(step).step)) == (3, int)
 
 
 def test_too_many_figures_are_refused() -> None:
@@ -126,6 +132,43 @@ def test_figures_of_a_blocking_consumer_arrive_in_order_also_the_last(
     first, second = heard(broker, log)
     assert (first.run, first.step, first.figures) == ("run", 1, {"loss": 0.5})
     assert (second.step, second.figures, second.not_finite) == (2, {"kl": 0.25}, ("loss",))
+
+
+@pytest.mark.usefixtures("broker")
+async def test_figures_under_way_at_the_end_are_not_sent_again(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One call of `log` and the end of the block were two lines of metrics."""
+    async with Consumer.open(run_dir, sequences=2) as consumer:
+        asked = []
+        ask = consumer._link.ask
+
+        async def slow(message: Any, **rest: Any) -> Any:
+            asked.append(message)
+            reply = await ask(message, **rest)
+            await asyncio.sleep(0)  # the reply is on its way while the block ends
+            return reply
+
+        monkeypatch.setattr(consumer._link, "ask", slow)
+        consumer.log(1, loss=0.5)
+        while not asked:  # noqa: ASYNC110 - the request is sent by another task
+            await asyncio.sleep(0)
+        await consumer._figures.close()
+        assert [one.step for message in asked for one in message.logged] == [1]
+
+
+@pytest.mark.usefixtures("broker")
+async def test_figures_of_a_consumer_that_was_taken_over_are_dropped(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with Consumer.open(run_dir, sequences=2) as first, Consumer.open(run_dir, sequences=2) as second:
+        first.log(1, loss=0.5)
+        await first._figures.close()
+        second.log(1, loss=0.25)
+        await second._figures.close()
+    dropped = [one.getMessage() for one in caplog.records if "figures not logged" in one.getMessage()]
+    assert len(dropped) == 1
+    assert "took over its batches" in dropped[0]
 
 
 @pytest.mark.usefixtures("broker")

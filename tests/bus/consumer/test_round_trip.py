@@ -258,9 +258,10 @@ async def test_a_broker_that_forgot_all_learns_the_policy_from_a_pull(
     async with AsyncExitStack() as stack:
         with running_broker(settings, layout):
             p = await stack.enter_async_context(Producer.open(run_dir, env="e", producer="p", group_size=2))
-            c = await stack.enter_async_context(Consumer.open(run_dir, sequences=8))
+            resume = PolicyVersion(0, 19)
+            c = await stack.enter_async_context(Consumer.open(run_dir, sequences=8, resume=resume))
             for index in range(4):
-                await p.send(stamped(group(f"a-{index}"), PolicyVersion(0, p.step)))
+                await p.send(stamped(group(f"a-{index}"), resume))
             await (await anext(c)).ack(PolicyVersion(0, 20))
         layout.saved.unlink(missing_ok=True)
         with running_broker(settings, layout) as broker:

@@ -9,10 +9,12 @@ from tests.bus.consumer.test_round_trip import config, stamped
 
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.producer.client import Producer
-from rolloutmq.bus.transport.discovery import reach
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.discovery import Search, reach, serve_address
 from rolloutmq.bus.transport.sockets import make_context
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.broker.server import running_broker
 
@@ -50,6 +52,25 @@ async def test_without_a_broker_it_is_said_where_one_was_looked_for(
     await asyncio.wait({waiting})
     assert f"{RunLayout(tmp_path / 'typo').endpoints} does not exist" in message
     assert f"rolloutmq broker --run-dir {tmp_path / 'typo'}" in message
+
+
+async def test_a_run_that_has_ended_is_told(run_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The advice was to start a broker there."""
+    layout = RunLayout(run_dir)
+    write_json(layout.lives, [Life(1.0, 2.0)])
+    write_json(layout.summary, {"ended": "the trainer is done"})
+    search = Search(run_dir)
+    search.begin()
+    waiting = asyncio.create_task(serve_address(run_dir, search))
+    message = await said(caplog, "waiting for the broker")
+    assert f"the run in {run_dir} has ended: the trainer is done; continue it with" in message
+    write_json(layout.lives, [Life(1.0, 2.0), Life(3.0)])  # it is resumed: its broker comes
+    layout.summary.write_bytes(b"{")
+    while "has ended" in search.problem:  # noqa: ASYNC110 - it polls
+        await asyncio.sleep(0.01)
+    assert "rolloutmq broker" in search.problem
+    waiting.cancel()
+    await asyncio.wait({waiting})
 
 
 async def test_a_broker_that_does_not_answer_is_named(

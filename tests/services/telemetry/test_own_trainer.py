@@ -4,14 +4,20 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 
+import pytest
 from msgspec.structs import replace
 
 from rolloutmq import Consumer, Group, PolicyVersion, Producer
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
+from rolloutmq.launch import templates
 from rolloutmq.launch.settings import load, validate
 from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.files import RunLayout, SettledBatch
@@ -29,14 +35,15 @@ def groups(first: int, count: int) -> list[Group]:
     """Return groups of 32 sequences, half of them right."""
     rows = [[1, 5 + number % 2, 2] for number in range(32)]
     scores = [float(number % 2) for number in range(32)]
-    mask = [[0, 1, 1]] * 32
+    mask, logprobs = [[0, 1, 1]] * 32, [[0.0, -0.7, -0.7]] * 32
     return [
-        Group.build(f"g{first + number}", tokens=rows, mask=mask, scores=scores) for number in range(count)
+        Group.build(f"g{first + number}", tokens=rows, mask=mask, scores=scores, inference_logprobs=logprobs)
+        for number in range(count)
     ]
 
 
 def test_the_loop_of_the_guide_runs_twice_by_public_names(run_dir: Path) -> None:
-    (code,) = re.findall(r"<!-- test: loop -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    code = guide()
     assert not re.findall(r"(?:from|import) rolloutmq\.", code), "its names are public"
     code = code.replace("runs/mine", str(run_dir)).replace("% 20", "% 2")
     layout = RunLayout(run_dir)
@@ -58,6 +65,78 @@ def test_the_loop_of_the_guide_runs_twice_by_public_names(run_dir: Path) -> None
     ]
     assert lines[2].trained == lines[4].trained
     assert not layout.weights.exists(), "an orderly end removes the shared weights"
+
+
+def guide() -> str:
+    found = re.search(r"<!-- test: loop -->\n```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    assert found is not None
+    return found[1]
+
+
+def template() -> str:
+    text = files(templates).joinpath("trainer.py.tmpl").read_text()
+    return Template(text).substitute(name="mine").replace("SEQUENCES = 256", "SEQUENCES = 64")
+
+
+@contextmanager
+def started(code: str) -> Iterator["subprocess.Popen[bytes]"]:
+    process = subprocess.Popen([sys.executable, "-W", "error", "-c", code])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(WITHIN_S)
+
+
+def settled(layout: RunLayout) -> list[SettledBatch]:
+    return list(read_lines(layout.settled, SettledBatch))
+
+
+def wait_for_batches(layout: RunLayout, count: int, trainer: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 300.0
+    while len(settled(layout)) < count:
+        assert time.monotonic() < deadline, "no step"
+        assert trainer.poll() is None, "the trainer has ended"
+        time.sleep(0.05)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("written", [guide, template])
+def test_a_second_start_is_refused_and_does_not_touch_the_first(
+    run_dir: Path, written: Callable[[], str]
+) -> None:
+    """It took the batches of the first over, and ended both."""
+    code = written().replace("runs/mine", str(run_dir))
+    own = {"enabled": False, "steps": 3}
+    config = validate({"run": {"dir": str(run_dir)}, "model": SMALL, "trainer": own})
+    layout = RunLayout(run_dir)
+    write_json(layout.config, config)
+    with (
+        running_broker(config, layout),
+        Producer.blocking(run_dir, env="mine", producer="p", group_size=32, slots=8) as producer,
+    ):
+        first_two, others = groups(0, 2), groups(2, 6)
+        for group in first_two:
+            producer.send(group, timeout_s=WITHIN_S)
+        with started(code) as first:
+            wait_for_batches(layout, 1, first)
+            second = subprocess.run(
+                [sys.executable, "-W", "error", "-c", code], timeout=300, capture_output=True, text=True
+            )
+            assert second.returncode == 1
+            assert f"in use by process {first.pid}; end that process first" in second.stderr
+            for group in others[:2]:
+                producer.send(group, timeout_s=WITHIN_S)
+            wait_for_batches(layout, 2, first)
+        assert [(line.version, line.resumed) for line in settled(layout)] == [
+            (PolicyVersion(0, 1), False),
+            (PolicyVersion(0, 2), False),
+        ]
+        # The first was killed: the next start takes the weights over at once, and goes on from the checkpoint.
+        for group in others[2:]:
+            producer.send(group, timeout_s=WITHIN_S)
+        subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=300, check=True)
+    assert settled(layout)[-1].version == PolicyVersion(1, 3)
 
 
 def test_reports_of_the_broker_give_findings(run_dir: Path) -> None:

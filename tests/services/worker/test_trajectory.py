@@ -37,6 +37,20 @@ def test_a_turn_is_appended_with_what_was_given_between() -> None:
     assert first.token_ids == [1, 2, 7]
 
 
+def test_a_group_without_versions_gets_the_one_that_its_worker_knew() -> None:
+    """It had version 0, and beyond `max_staleness` steps every group of such an environment expired."""
+    plain = Trajectory(token_ids=[1, 2], mask=[False, True], logprobs=[0.0, -0.5])
+    group = group_of("w-0/1", [plain, plain])
+    header = header_of(group, encode_group(group, 1 << 20), seq=1, position=1, policy=V[4])
+    assert (header.oldest, header.newest) == (V[4], V[4])
+    some = group_of("w-0/2", [plain, replace(plain, oldest=V[2]), replace(plain, oldest=V[1], newest=V[3])])
+    header = header_of(some, encode_group(some, 1 << 20), seq=1, position=1, policy=V[4])
+    assert (header.oldest, header.newest) == (V[1], V[3])
+    initial = group_of("w-0/3", [replace(plain, oldest=V[0])])
+    assert header_of(initial, encode_group(initial, 1 << 20), seq=1, position=1, policy=V[4]).oldest == V[0]
+    assert plain.then(completion([1, 2], [7], 3, 4)).oldest == V[3]
+
+
 def test_each_turn_keeps_the_temperature_it_was_sampled_at() -> None:
     cold, warm = (replace(completion([1, 2], [7]), temperature=t) for t in (0.5, 1.0))
     later = completion([1, 2, 7, 50], [8])

@@ -138,6 +138,15 @@ def test_scores_of_any_type(dtype: str) -> None:
     assert_array_equal(found.advantages, np.array([-0.5, 0.5, 0.5, -0.5], np.float32))
 
 
+@pytest.mark.parametrize("scale", [1e155, 1e300, 1.7e308])
+def test_scores_whose_squares_overflow_are_compared_all_the_same(scale: float) -> None:
+    """Their deviation was infinite, all advantages 0, and the run ended because "all scores are equal"."""
+    scores = np.array([-1.0, 0.0, 0.5, 1.0])
+    large = judged(scale * scores, "grpo")
+    assert large.verdict is GroupVerdict.USABLE
+    assert_allclose(large.advantages, judged(scores, "grpo").advantages, rtol=1e-3)
+
+
 def test_shuffling_keeps_the_scores_and_repeats_itself() -> None:
     scores = np.arange(16.0)
     once = shuffled(scores, 1, "a")

@@ -35,7 +35,7 @@ def test_what_is_too_old_is_dropped_and_counted() -> None:
     pressure = bench.pressure()
     assert (pressure.ledger.expired, pressure.ledger.reasons) == (2, {"expired(stale)": 2})
     assert pressure.staleness_max == 2
-    assert bench.expired == [Expired("e", 2, 2)]
+    assert bench.expired == [Expired("e", 2, 2, newest_step=1)]
     assert [(r.group_id, r.state, r.reason) for r in bench.dropped] == [
         (group_id, "expired", "stale") for group_id in old
     ]

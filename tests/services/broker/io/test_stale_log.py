@@ -16,10 +16,12 @@ from rolloutmq.services.broker.io.stale_log import LANES, StaleLog
 def test_each_environment_is_told_at_once_and_then_at_intervals() -> None:
     log = StaleLog(every_s=30.0)
     assert list(log.warnings(0.0)) == []
-    log.note(Expired("mine", 90, 4))
-    log.note(Expired("mine", 6, 4))
+    log.note(Expired("mine", 90, 4, newest_step=7))
+    log.note(Expired("mine", 6, 4, newest_step=5))
     (first,) = log.warnings(1.0)
-    assert first.startswith("groups dropped as stale env=mine count=96 total=96 max_staleness=4; ")
+    assert first.startswith(
+        "groups dropped as stale env=mine count=96 total=96 max_staleness=4 newest_step=7; "
+    )
     assert "trainer.batch_sequences" in first
     assert "`rolloutmq set env.mine.stale=pass`" in first
     log.note(Expired("mine", 2, 4))
@@ -30,6 +32,17 @@ def test_each_environment_is_told_at_once_and_then_at_intervals() -> None:
     (again,) = log.warnings(31.0)
     assert "env=mine count=2 total=98 " in again
     assert list(log.warnings(99.0)) == []
+
+
+def test_groups_that_name_no_policy_have_another_remedy() -> None:
+    """The pace of producers does not help: each of their groups expires."""
+    log = StaleLog()
+    log.note(Expired("mine", 90, 4))
+    (told,) = log.warnings(0.0)
+    assert "if every group of mine names policy step 0, leave `oldest`" in told
+    log.note(Expired("mine", 1, 4, newest_step=9))
+    (told,) = log.warnings(99.0)
+    assert "leave `oldest`" not in told
 
 
 def test_environments_that_come_and_go_are_forgotten_and_none_untold_before_the_told() -> None:

@@ -7,8 +7,8 @@ import pytest
 from tests.services.broker.bench import Bench, config, ids, right
 
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, RewardSummary, Split
-from rolloutmq.schemas.wire.replies import Ok, Rejected
-from rolloutmq.schemas.wire.requests import LogFigures, Release, SettleGroups
+from rolloutmq.schemas.wire.replies import Ok, Rejected, Settled
+from rolloutmq.schemas.wire.requests import LogFigures, Release, Settle, SettleGroups
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 
 
@@ -35,7 +35,7 @@ def test_a_settled_batch_has_a_line_and_an_event(bench: Bench) -> None:
     bad = Rejected(group_id=names[3], reason="bad")
     bench.settle(batch, trained=names[:2], filtered=names[2:3], rejected=(bad,), version=PolicyVersion(0, 4))
     (line,) = bench.settled_lines
-    assert line.version == PolicyVersion(0, 4)
+    assert (line.version, line.consumer) == (PolicyVersion(0, 4), "c")
     assert (line.trained, line.filtered, line.rejected) == (names[:2], names[2:3], names[3:])
     assert (line.staleness, line.rewards) == ((3, 1), (1.0, 0.25, 0.0))
     (event,) = reports(bench)
@@ -161,6 +161,33 @@ def test_logged_figures_are_published_under_the_name_of_the_run(bench: Bench) ->
     ]
 
 
+def test_figures_of_a_consumer_that_was_taken_over_are_refused(bench: Bench) -> None:
+    old = bench.consumer()
+    bench.consumer()
+    request = LogFigures(consumer="c", generation=old, logged=(figures(),))
+    assert bench.refused(request) is ErrorCode.FENCED
+
+
+@pytest.mark.parametrize(("step", "is_valid"), [(4, False), (5, True), (6, True), (7, False), (99, False)])
+def test_a_batch_is_at_most_one_step(bench: Bench, step: int, is_valid: bool) -> None:
+    """A version of step 99 after the first batch ended a run of 40 steps as done."""
+    bench.consumer()
+    bench.producer().send(2)
+    batch = bench.batch(6, version=PolicyVersion(0, 5))
+    settle = Settle(
+        consumer="c",
+        lease=batch.lease,
+        generation=batch.generation,
+        version=PolicyVersion(0, step),
+        trained=ids(batch),
+    )
+    if is_valid:
+        assert bench.ask(settle, Settled).step == 6
+    else:
+        assert bench.refused(settle) is ErrorCode.INVALID
+        assert bench.pressure().step == 5
+
+
 def test_figures_of_strangers_and_infinite_ones_are_refused(bench: Bench) -> None:
     assert bench.refused(LogFigures(consumer="c", logged=(figures(),))) is ErrorCode.UNKNOWN
     bench.consumer()
@@ -179,3 +206,43 @@ def test_a_consumer_that_has_left_is_no_trainer_any_more(bench: Bench) -> None:
     bench.consumer()
     bench.pull(1)
     assert bench.pressure().trainers == 1
+
+
+def test_trainers_are_told_with_their_steps_and_the_last_one_with_its_end(bench: Bench) -> None:
+    assert bench.pressure().untrained_s == 0.0
+    bench.producer().send(6)
+    bench.consumer("registers-only")
+    bench.tick(7.0)
+    found = bench.pressure()
+    assert (found.leaders, found.untrained_s) == ((), 7.0)
+    for name in ("b", "a"):
+        bench.consumer(name)
+        bench.settle(bench.batch(consumer=name), consumer=name)
+    found = bench.pressure()
+    assert [(one.consumer, one.step, one.connected) for one in found.leaders] == [
+        ("a", 0, True),
+        ("b", 0, True),
+    ]
+    assert found.untrained_s == 0.0
+    bench.ask(Release(consumer="a", leaves=True), Ok)
+    bench.tick(1.0)
+    bench.send_beat("b")
+    assert [one.consumer for one in bench.pressure().leaders] == ["b"]
+    bench.tick(4.0)
+    assert [one.silent_s for one in bench.pressure().leaders] == [4.0]
+    bench.tick(6.0)  # it falls silent
+    (last,) = bench.pressure().leaders
+    assert (last.consumer, last.connected, last.has_left, bench.pressure().untrained_s) == (
+        "b",
+        False,
+        False,
+        10.0,
+    )
+    bench.tick(90.0)  # the broker has forgotten its registration
+    (last,) = bench.pressure().leaders
+    assert (last.consumer, last.silent_s, bench.pressure().untrained_s) == ("b", 100.0, 100.0)
+    bench.consumer("b")
+    bench.pull(1, consumer="b")
+    bench.ask(Release(consumer="b", leaves=True), Ok)
+    (last,) = bench.pressure().leaders
+    assert (last.consumer, last.has_left) == ("b", True)

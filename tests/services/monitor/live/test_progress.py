@@ -9,7 +9,14 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Supervision, WorkerRecord
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.wire.control import LaneStatus, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.control import (
+    LaneStatus,
+    LedgerCounts,
+    Pressure,
+    StepDone,
+    WorkerState,
+    WorkerStatus,
+)
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.monitor.live.progress import Progress, describe
 from rolloutmq.services.monitor.live.run_state import RunState
@@ -84,6 +91,12 @@ def test_line_has_what_a_person_asks_for(
         "step  25/400  reward 0.312   0.0 steps/s  pressure 1.50  staleness 2/4  workers 2 +1 draining"
         "  trainer waits: no_batch  workers wait: stale_guard"
     )
+
+
+def test_line_says_that_groups_expire(board: RunState, make_pressure: MakePressure) -> None:
+    ledger = LedgerCounts(accepted=900, expired=800)
+    board.feed(make_pressure(trainer_wait="no_batch", ledger=ledger), 1.0)
+    assert "  trainer waits: no_batch, 800 of 900 groups expired" in describe(board, 1.0)
 
 
 def test_line_counts_silent_workers_apart(

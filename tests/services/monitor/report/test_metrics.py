@@ -14,6 +14,7 @@ from rolloutmq.services.monitor.report.metrics import (
     WorkerWatch,
     read_metrics,
 )
+from rolloutmq.services.monitor.report.steps import FigurePoint
 
 
 def line(name: str, state: WorkerState = WorkerState.READY, pid: int = 1, **fields: Any) -> WorkerLine:
@@ -73,7 +74,7 @@ def test_record_is_read_into_series(tmp_path: Path) -> None:
         },
         step | {"reward": 0.25, "staleness_max": 3},
         step,
-        step | {"incarnation": 1},
+        step | {"incarnation": 1, "step": 2},
         {
             "t": 3.0,
             "kind": "step_skipped",
@@ -155,6 +156,6 @@ def test_figures_of_learning_are_series_by_name(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
     assert read_metrics(path).figures == {
-        "loss": [(1.0, 0.5), (2.0, 0.25), (3.0, 0.125)],
-        "mine": [(1.0, 3.0)],
+        "loss": [FigurePoint(1.0, 1, 0.5), FigurePoint(2.0, 2, 0.25), FigurePoint(3.0, 3, 0.125)],
+        "mine": [FigurePoint(1.0, 1, 3.0)],
     }

@@ -240,14 +240,24 @@ def test_the_ledger_of_a_run_counts_groups_for_evaluation_apart_too(run_dir: Pat
     assert (summary["groups_lost"], summary["groups_evaluated"]) == (0, 1)
 
 
-def test_rewards_are_means_of_the_first_and_last_fifty_steps(run_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "first", "last"),
+    [(400, 25.5, 375.5), (120, 15.5, 105.5), (60, 8.0, 53.0), (3, 1.0, 3.0), (1, 1.0, 1.0)],
+)
+def test_rewards_are_means_of_the_first_and_last_quarter_at_most_fifty_steps(
+    run_dir: Path, steps: int, first: float, last: float
+) -> None:
+    layout = RunLayout(run_dir)
+    write(layout.trained, [batch(step, f"g{step}", rewards=(float(step),)) for step in range(1, steps + 1)])
+    assert (join(layout)["reward_first"], join(layout)["reward_last"]) == (first, last)
+
+
+def test_steps_are_those_of_the_final_policy(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     write(layout.trained, [batch(step, f"g{step}", rewards=(float(step),)) for step in range(1, 121)])
 
     summary = join(layout)
 
-    assert summary["reward_first"] == pytest.approx(25.5)
-    assert summary["reward_last"] == pytest.approx(95.5)
     assert summary["steps"] == 120
     assert summary["steps_per_s"] == pytest.approx(1.0)
 
@@ -380,8 +390,8 @@ def test_scores_are_told_by_environment(run_dir: Path) -> None:
     )
     summary = join(layout)
     assert summary["environments"] == {
-        "code": {"reward_first": 200.0, "reward_last": 200.0},
-        "math": {"reward_first": 0.5, "reward_last": 0.5},
+        "code": {"reward_first": 100.0, "reward_last": 300.0},
+        "math": {"reward_first": 0.25, "reward_last": 0.75},
     }
 
 
@@ -461,7 +471,8 @@ def test_without_a_log_of_the_trainer_that_of_the_broker_tells_the_steps(run_dir
     own = CONFIG.model_copy(update={"trainer": TrainerConfig(enabled=False)})
     summary = summarise(layout, own, saved_ids=lambda _: ["d"], wall_s=1.0)
     assert (summary["steps"], summary["batches"], summary["batches_without_signal"]) == (2, 3, 1)
-    assert (summary["reward_first"], summary["trainer_resumes"], summary["staleness_max"]) == (0.5, 1, 2)
+    assert (summary["reward_first"], summary["reward_last"]) == (0.25, 0.75)
+    assert (summary["trainer_resumes"], summary["staleness_max"]) == (1, 2)
     assert groups(summary) == {"accepted": 4, "trained": 2, "filtered": 1, "in_flight": 1, "rewound": 1}
     counts = {"trained": 2, "filtered": 1, "expired": 0, "dead": 0, "discarded": 0, "in_flight": 1}
     ledger = LedgerFigures(4, counts, 1, {}, is_whole=False)
@@ -471,6 +482,23 @@ def test_without_a_log_of_the_trainer_that_of_the_broker_tells_the_steps(run_dir
     assert join(layout, "d")["steps"] == 1, "what a trainer logs by itself comes first"
 
 
+def test_trainers_that_share_the_groups_are_told_with_their_steps(run_dir: Path) -> None:
+    """Two names at one run: 4 batches in 2 steps, and nobody said why."""
+    layout = RunLayout(run_dir)
+    lines = [
+        msgspec.structs.replace(batch(step, f"{name}{step}"), consumer=name)
+        for name, steps in (("t1", (1, 2)), ("t2", (1, 2, 3)))
+        for step in steps
+    ]
+    write(layout.settled, lines)
+    assert join(layout)["trainers"] == {"t1": 2, "t2": 3}
+    write(layout.settled, lines[:3])
+    assert join(layout)["trainers"] == {"t1": 2, "t2": 1}
+    later = [msgspec.structs.replace(batch(3, "x"), consumer="t3")]
+    write(layout.settled, [*lines[:2], *later])
+    assert "trainers" not in join(layout), "one after the other"
+
+
 def test_figures_of_learning_have_their_first_and_last_means(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     lines = [
@@ -478,7 +506,33 @@ def test_figures_of_learning_have_their_first_and_last_means(run_dir: Path) -> N
         for step in range(1, 121)
     ]
     write(layout.metrics, lines)
-    assert join(layout)["learning"] == {"loss": {"first": 25.5, "last": 95.5}}
+    assert join(layout)["learning"] == {"loss": {"first": 15.5, "last": 105.5}}
+
+
+def test_figures_of_a_step_that_nobody_settled_do_not_count(run_dir: Path) -> None:
+    """Its trainer logged it, and then lost its lease or was taken over."""
+    layout = RunLayout(run_dir)
+    logged = [
+        {"t": float(step), "kind": "step_figures", "step": step, "figures": {"loss": float(step)}}
+        for step in (1, 2, 3)
+    ]
+    write(layout.metrics, [*logged, logged[1] | {"t": 4.0, "figures": {"loss": 2.5}}])
+    write(layout.settled, [batch(step, f"g{step}") for step in (1, 2)])
+    assert join(layout)["learning"] == {"loss": {"first": 1.0, "last": 2.5}}
+
+
+def test_tokens_are_those_of_the_counted_batches(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    lives = [(0, step) for step in (1, 2, 3)] + [(1, step) for step in (3, 4)]
+    settled = {"kind": "batch_settled", "stepped": True, "tokens": 5}
+    write(
+        layout.metrics,
+        [
+            settled | {"t": float(n), "incarnation": life, "step": step}
+            for n, (life, step) in enumerate(lives)
+        ],
+    )
+    assert join(layout)["tokens"] == 4 * 5
 
 
 def test_workers_of_a_resumed_run_count_though_nobody_logged_a_batch(run_dir: Path) -> None:

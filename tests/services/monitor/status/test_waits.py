@@ -94,7 +94,10 @@ def test_no_batch_tells_what_is_missing_and_who_works(
         produced_per_s=0.0,
         ledger=LedgerCounts(accepted=40, expired=38),
     )
-    assert "; 38 of 40 groups expired, too stale to train on; 0 workers" in waits.trainer(stale)
+    assert (
+        "; 38 of 40 groups expired, too stale to train on (the broker's log has remedies); 0 workers"
+        in waits.trainer(stale)
+    )
     stuck = make_pressure(trainer_wait="no_batch", queued_sequences=96, produced_per_s=0.0)
     assert waits.trainer(stuck) == "no_batch, 96 of 256 sequences queued; 0 workers ready"
 
