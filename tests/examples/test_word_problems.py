@@ -47,8 +47,8 @@ def test_the_example_is_as_short_as_promised() -> None:
 
 
 @pytest.mark.extended
-def test_the_policy_learns_and_generalises(tmp_path: Path) -> None:
-    code, summary = scenario.run(tmp_path / "run", config=CONFIG, deadline_s=580.0)
+def test_the_policy_learns(tmp_path: Path) -> None:
+    code, summary = scenario.run(tmp_path / "run", ("trainer.steps=250",), config=CONFIG, deadline_s=580.0)
     assert code == 0
     assert summary["groups_lost"] == summary["groups_dead"] == 0
-    assert summary["reward_last"] > summary["reward_first"] + 0.2
+    assert summary["reward_last"] > summary["reward_first"] + 0.15

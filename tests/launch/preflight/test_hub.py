@@ -18,7 +18,7 @@ from benchmarks.end_to_end import scenario
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.preflight.checks import examine
 from rolloutmq.launch.preflight.hub import described, fetch, fetched, sources_of
-from rolloutmq.launch.settings import validate
+from rolloutmq.launch.settings import prepare_service, validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import HubSource, RunLayout
@@ -329,3 +329,21 @@ def test_a_run_trains_a_model_of_a_hub_and_resumes_with_the_same(
     code, summary = scenario.run(root, (*told, "trainer.steps=6"), config=QUICKSTART, flags=("--resume",))
     assert (code, summary["steps"]) == (0, 6)
     assert sources_of(RunLayout(root)) == [record]
+
+
+@pytest.mark.extended
+def test_a_policy_of_a_hub_is_tried_without_a_run(hub: Hub, model: Path, tmp_path: Path) -> None:
+    hub.push(NAME, model)
+    command = [sys.executable, "-m", "rolloutmq.launch.cli", "try", str(QUICKSTART), "--size", "2"]
+    command += ["--set", f"model.path={NAME}"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+    assert told.returncode == 0, told.stderr
+    assert f"looking up {NAME} at {hub.url}" in told.stderr
+
+
+def test_a_broker_alone_writes_the_directory_into_its_run(hub: Hub, model: Path, tmp_path: Path) -> None:
+    commit = hub.push(NAME, model)
+    root = tmp_path / "run"
+    prepare_service(root, None, [f"model.path={NAME}"], fetched)
+    written = json.loads(RunLayout(root).config.read_text())
+    assert Path(written["model"]["path"]).name == commit
