@@ -1,5 +1,6 @@
 """Every method of an environment is tried before a run: what can never work is refused by its key."""
 
+import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -217,7 +218,6 @@ def test_an_environment_is_entered_before_its_rollouts(base_dir: Path) -> None:
         ("Unnumbered", "column scores: `Unnumbered.score` must return a finite number (got None) (tried.py:"),
         ("Written", "column scores: `Written.score` must return a finite number (got '0.5') (tried.py:"),
         ("Recursive", "RecursionError: maximum recursion depth exceeded"),
-        ("Surrogate", "ValueError: bad ? (tried.py:"),
         ("Misnamed", "AttributeError: 'Completion' object has no attribute 'txet'"),
         ("Synchronous", "TypeError: `rollout` must be `async def` (it returned list)"),
     ],
@@ -225,6 +225,14 @@ def test_an_environment_is_entered_before_its_rollouts(base_dir: Path) -> None:
 def test_an_error_of_every_rollout_is_refused(kind: str, problem: str, base_dir: Path) -> None:
     assert refused(config(base_dir, kind)).startswith(
         f"environment.e.entry: every scripted rollout failed: {problem}"
+    )
+
+
+def test_an_error_that_no_encoding_has_is_told(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # pytest would send the captured log, with the raw text, to another process: that fails.
+    monkeypatch.setattr(logging.getLogger("rolloutmq.services.worker.rollouts"), "propagate", False)
+    assert refused(config(base_dir, "Surrogate")).startswith(
+        "environment.e.entry: every scripted rollout failed: ValueError: bad ? (tried.py:"
     )
 
 
