@@ -46,8 +46,7 @@ LEAST_GROUPS: Final = 8
 PRECISE: Final = 0.1
 """Least groups if they arrive evenly; and the relative error that they may have."""
 OWN_GROUPS: Final = 12
-OWN_PART: Final = 0.5
-"""Groups of one environment for its own pace, if it makes at least `LARGE` of all; and the part of those of all."""
+"""Most groups that one environment needs for its own pace, if it makes at least `LARGE` of all."""
 LARGE: Final = 0.2
 CYCLES: Final = 1.0
 """Rollouts that they must span: workers that started together deliver together."""
@@ -381,7 +380,7 @@ class SaturationDetector:
         few, enough = sum(one.workers for one in present), _telling(present)
         is_slow = took_s >= max(SLOW_S, SLOW_CYCLES * max((one.rollout_s for one in uses), default=0.0))
         for one in present:
-            own_groups = math.ceil(OWN_PART * enough)
+            own_groups = min(OWN_GROUPS, enough)
             least = min(own_groups, one.workers) if is_slow else own_groups
             span, best = _Span.of(self.begun[one.env], one), self.bests.get(one.env)
             is_large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
