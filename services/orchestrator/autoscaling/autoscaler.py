@@ -118,6 +118,7 @@ class ScaleTarget:
                 rates.completions_all,
                 rates.tokens_all,
             ),
+            rates.scatter.dispersion,
         )
 
     def missing(self, crew: WorkerCounts) -> int:

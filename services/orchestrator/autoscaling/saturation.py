@@ -41,9 +41,12 @@ from rolloutmq.services.orchestrator.autoscaling.progress import (
 )
 
 GROUPS: Final = 24
-"""Arrived groups that tell a throughput: to about a tenth, since rollouts spread less than chance."""
+"""Arrived groups that tell a throughput, while nobody knows how much it differs by chance."""
+LEAST_GROUPS: Final = 8
+PRECISE: Final = 0.1
+"""Least groups if they arrive evenly; and the relative error that they may have."""
 OWN_GROUPS: Final = 12
-"""Those of one environment for its own pace, if it makes at least `LARGE` of all."""
+"""Most groups that one environment needs for its own pace, if it makes at least `LARGE` of all."""
 LARGE: Final = 0.2
 CYCLES: Final = 1.0
 """Rollouts that they must span: workers that started together deliver together."""
@@ -118,6 +121,7 @@ class ServerUse:
         demand: Sequences per second the trainer would consume; None while unknown.
         starved_s: Time in which the trainer waited, in total.
         sampled: What its workers have sampled, whether their rollouts arrive yet or not.
+        dispersion: Variance of the number of groups relative to that of independent ones.
     """
 
     env: str
@@ -135,6 +139,7 @@ class ServerUse:
     demand: float | None = None
     starved_s: float = 0.0
     sampled: Sampled = field(default_factory=Sampled)
+    dispersion: float = 1.0
 
     @property
     def trusts_tokens(self) -> bool:
@@ -194,6 +199,12 @@ class _Measured:
     total: float
     is_sure: bool
     is_enough: bool
+
+
+def _telling(uses: Sequence[ServerUse]) -> int:
+    """Return the groups that tell the throughput of all: fewer if they arrive more evenly than by chance."""
+    dispersion = max((one.dispersion for one in uses), default=1.0)
+    return min(GROUPS, max(LEAST_GROUPS, math.ceil(dispersion / PRECISE**2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +342,7 @@ class SaturationDetector:
         if use.pace is None or self.capacity or use.pace >= SLOWER * best:
             return False
         groups_s = use.workers * use.pace / max(1, use.group_sequences)
-        return self._size(uses) > MORE * self.proven or SOON_S * groups_s >= GROUPS
+        return self._size(uses) > MORE * self.proven or SOON_S * groups_s >= _telling(uses)
 
     def _size(self, uses: Sequence[ServerUse]) -> float:
         return sum(one.workers * one.available * (self.bests.get(one.env) or one.pace or 0.0) for one in uses)
@@ -366,10 +377,11 @@ class SaturationDetector:
         paces: dict[str, float] = {}
         groups, size, total, rest, took_s = 0.0, 0.0, 0.0, _Rest(), now - self.since
         whole, present = self._size(uses), [one for one in uses if one.workers]
-        few = sum(one.workers for one in present)
+        few, enough = sum(one.workers for one in present), _telling(present)
         is_slow = took_s >= max(SLOW_S, SLOW_CYCLES * max((one.rollout_s for one in uses), default=0.0))
         for one in present:
-            least = min(OWN_GROUPS, one.workers) if is_slow else OWN_GROUPS
+            own_groups = min(OWN_GROUPS, enough)
+            least = min(own_groups, one.workers) if is_slow else own_groups
             span, best = _Span.of(self.begun[one.env], one), self.bests.get(one.env)
             is_large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
             if took_s < CYCLES * one.rollout_s or (is_large and span.groups < least):
@@ -386,7 +398,7 @@ class SaturationDetector:
                 total += span.workers * pace
             else:
                 rest.add(span, best or own or one.pace or 0.0)
-        if groups < (few if is_slow else GROUPS) or not paces:
+        if groups < (few if is_slow else enough) or not paces:
             return None
         total += rest.total(total / size if size else 1.0)
         is_sure = groups >= SURE_GROUPS and took_s >= SURE_S

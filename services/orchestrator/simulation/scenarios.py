@@ -152,6 +152,11 @@ def _servers(worker: EnvironmentSite) -> list[Scenario]:
         return Site(TrainerSite(demand), {ENV: shared}, {"engine": ServerSite(constant(40.0), engines)})
 
     later = steps((0.0, 20.0), (400.0, HIGH), (1800.0, 20.0))
+    slow = Site(
+        TrainerSite(constant(HIGH), 256, 8000),
+        {ENV: replace(shared, rollout_s=90.0)},
+        {"engine": ServerSite(constant(40.0))},
+    )
     two = Site(
         TrainerSite(constant(120.0)),
         {"math": replace(shared, weight=2.0), "code": replace(shared, per_worker=constant(1.0))},
@@ -171,6 +176,7 @@ def _servers(worker: EnvironmentSite) -> list[Scenario]:
             )
         ),
         Scenario("shared later", site(later), (400.0, 1800.0), 3000.0),
+        Scenario("shared long rollouts", slow, lasts_s=lasts_s + 1500.0, is_fresh=True),
         Scenario("shared by two", two, lasts_s=lasts_s, is_fresh=True),
     ]
 

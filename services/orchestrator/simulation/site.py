@@ -88,9 +88,7 @@ class EnvironmentSite:
 
     @property
     def slots(self) -> int:
-        """Return the groups that a worker rolls out at once, for rollouts of several turns."""
-        if self.turns == 1:
-            return 1
+        """Return the groups that a worker rolls out at once."""
         return max(1, round(self.per_worker.at(0.0) * self.rollout_s / (self.group_sequences or GROUP)))
 
     @property

@@ -29,6 +29,7 @@ class Site:
         self.paces = dict(paces or {"a": 2.0})
         self.engines = 1
         self.rollout_s = 0.0
+        self.dispersion = 1.0
         self.turns = 0
         """Completions of a sequence; each has a token."""
         self.delivering: dict[str, int] = {}
@@ -81,6 +82,7 @@ class Site:
                             int(self.completions[env]),
                             int(self.completions[env]),
                         ),
+                        dispersion=self.dispersion,
                     )
                 )
             self.detector = self.detector.looked(uses, self.engines, self.now)
@@ -111,6 +113,16 @@ def test_growth_waits_for_groups_of_those_that_run() -> None:
     few_s = (GROUPS - 5) // (2 * 18)
     assert site.run(max(1, few_s), a=18)["a"].reach == 19, "not measured yet"
     assert site.run(SHOWN_S, a=18)["a"].reach == 34
+
+
+@pytest.mark.parametrize(("dispersion", "seconds"), [(0.03, 6), (0.16, 10), (1.0, 15)])
+def test_fewer_groups_tell_a_throughput_if_they_arrive_evenly(dispersion: float, seconds: int) -> None:
+    """Eighteen workers make 1.8 groups a second: 8, 16 and 24 groups are needed."""
+    site = Site(shared=1000.0, paces={"a": 0.1})
+    site.dispersion = dispersion
+    assert site.run(300, a=10)["a"].reach == 19
+    assert site.run(seconds - 2, a=18)["a"].reach == 19
+    assert site.run(3, a=18)["a"].reach == 34
 
 
 def test_hours_of_rollouts_need_one_group_of_each_worker() -> None:

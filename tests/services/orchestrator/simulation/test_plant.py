@@ -373,3 +373,11 @@ def test_workers_without_room_wait_also_while_no_group_is_due() -> None:
     assert lane.level == 64.0
     run(plant, 100)
     assert lane.waited_s - waited_s == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("turns", [1, 10])
+def test_a_worker_tells_of_all_groups_that_it_rolls_out_at_once(turns: int) -> None:
+    """Two sequences per second for 90 s are 180 at once, in groups of twelve."""
+    one = worker(per_worker=constant(2.0), rollout_s=90.0, turns=turns, group_sequences=12)
+    assert one.slots == 15
+    assert worker().slots == 1
