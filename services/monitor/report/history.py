@@ -48,7 +48,7 @@ MOMENTARY: Final = frozenset({"held", "rater_silent", "raters_missing", "window_
 
 
 class _Line(msgspec.Struct):
-    """The fields of a line that are no field of its event, and the figures of a step: JSON has no NaN, and says null."""
+    """The time of a line, and the figures of a step: JSON has no NaN, and says null."""
 
     t: float
     loss: float | None = None
@@ -132,7 +132,7 @@ class History(NamedTuple):
 
 
 def read_history(layout: RunLayout) -> History:
-    """Read the history of a run, and keep the last events of each kind. Blocks on the disk: seconds for 100 MB."""
+    """Read the history of a run, and keep the last events of each kind. Blocks: several seconds for 100 MB."""
     tails: dict[type[Recalled], deque[tuple[int, Event]]] = {}
     for numbered in enumerate(events(layout.metrics)):
         tails.setdefault(type(numbered[1].event), deque(maxlen=KEPT)).append(numbered)
