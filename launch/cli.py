@@ -23,6 +23,7 @@ from rolloutmq.launch.declarations.options import (
     answered,
     named,
     to_change,
+    to_prove,
     to_read,
 )
 from rolloutmq.launch.declarations.services import Assignments
@@ -279,7 +280,7 @@ def doctor(
     if weights:
         from rolloutmq.launch.commands import weights as proofs
 
-        raise typer.Exit(proofs.report(to_change(run_dir), as_json=as_json))
+        raise typer.Exit(proofs.report(to_prove(run_dir), as_json=as_json))
     from rolloutmq.launch.commands import doctor as checks
 
     raise typer.Exit(checks.report(as_json=as_json, file=config))

@@ -249,8 +249,12 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     raise MissingError(f"{RUNS}/", hint, "has no active run")
 
 
-def require_active(run_dir: Path) -> Path:
+def require_active(run_dir: Path, *, nothing: str = "there is nothing to change") -> Path:
     """Return a run directory whose broker may be asked, to change the run.
+
+    Args:
+        run_dir: The directory.
+        nothing: What follows from the end of the run for the caller, for people.
 
     Raises:
         MissingError: The run has ended, or is dead and its broker with it.
@@ -258,11 +262,11 @@ def require_active(run_dir: Path) -> Path:
     layout = RunLayout(run_dir)
     fate = fate_of(layout)
     if fate.life is RunLiveness.ENDED:
-        remedy = "`rolloutmq up CONFIG --resume` continues it"
-        raise MissingError(f"{run_dir}", remedy, f"has ended ({fate.told}), so there is nothing to change")
+        again = f"rolloutmq broker --run-dir {run_dir}" if fate.by_hand else "rolloutmq up CONFIG --resume"
+        raise MissingError(f"{run_dir}", f"`{again}` continues it", f"has ended ({fate.told}), so {nothing}")
     if fate.life is RunLiveness.DEAD and not fate.broker:
         remedy = f"clean up with `rolloutmq down {run_dir}`"
-        raise MissingError(f"{run_dir}", remedy, f"is dead ({fate.told}), so there is nothing to change")
+        raise MissingError(f"{run_dir}", remedy, f"is dead ({fate.told}), so {nothing}")
     return run_dir
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from rolloutmq.schemas.arrays import plain_numbers
 from rolloutmq.schemas.errors import InvalidGroupError
 from rolloutmq.schemas.loss_mask import marked_tokens
-from rolloutmq.schemas.printable import html_table
+from rolloutmq.schemas.printable import html_table, printable
 from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import (
     COLUMNS_LIMIT,
@@ -479,7 +479,7 @@ class Group:
 
     def __repr__(self) -> str:
         """Return one line: a notebook asks for it beside the table, and arrays of a whole batch are megabytes."""
-        return f"<{self._title}>"
+        return f"<{printable(self._title)}>"
 
     def _repr_html_(self) -> str:
         """Return a table of the first sequences, for a notebook."""

@@ -99,9 +99,15 @@ def assert_nothing_lost(run: Run, sent: Iterable[str] = (), *, dropped: Collecti
 
     Raises:
         AssertionError: Groups are missing or dropped, or records contradict each other; it names each.
-        MissingError, UsageError: As for `read_ledger`.
+        MissingError: As for `read_ledger`.
+        UsageError: As for `read_ledger`; or `sent` is one text, or `dropped` has no state of dropped groups.
     """
     __tracebackhide__ = True
+    if isinstance(sent, str):
+        raise UsageError(f"sent: must be ids of groups (got the text {sent!r}); pass a list of ids")
+    if isinstance(dropped, str) or not DROPPED.issuperset(dropped):
+        names = ", ".join(sorted(DROPPED))
+        raise UsageError(f"dropped: must be a set of the states {names} (got {dropped!r})")
     ledger = read_ledger(run)
     lost = list(_lost(ledger, sent, dropped))
     if lost:

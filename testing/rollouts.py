@@ -12,6 +12,7 @@ from rolloutmq.bus.transport.time_limit import time_limit, within
 from rolloutmq.launch.preflight import standalone
 from rolloutmq.launch.preflight.standalone import Plan
 from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.errors import MissingError, UsageError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.services.process.blocking_call import run_blocking
@@ -83,9 +84,14 @@ async def roll_out_async(
 
     Raises:
         Exception: What the environment raised in the first failed rollout; later ones are not made.
+        MissingError: The run directory does not exist.
+        UsageError: `groups` or `size` is below 1.
         WaitTimeoutError: There are fewer groups after `timeout_s`, for example because a rollout hangs or the broker
             gives no permit.
     """
+    for name, count in (("groups", groups), ("size", size)):
+        if count < 1:
+            raise UsageError(f"{name}: must be at least 1 (got {count})")
     limit_s = time_limit("timeout_s", timeout_s)
     made: list[Group] = []
     failed: list[tuple[BaseException, str]] = []
@@ -118,7 +124,8 @@ async def roll_out_async(
 
 def _producer(to: "Run", env: str, size: int, limit_s: float | None) -> AbstractAsyncContextManager[Producer]:
     layout, name = RunLayout(run_dir_of(to)), f"{env}-0"
-    layout.acks.mkdir(exist_ok=True)
+    if not layout.root.is_dir():
+        raise MissingError(str(layout.root), "start a broker there, or pass a LocalBroker", "is no directory")
     return Producer.open(
         layout.root,
         env=env,

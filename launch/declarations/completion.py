@@ -15,11 +15,10 @@ FIRST_ENGINE: Final = "inference"
 
 def runs(incomplete: str) -> list[str]:
     """Return the run directories that begin so, the newest first: below `runs/`, and below the typed directory."""
-    typed = Path(incomplete or ".")
-    parent = typed if incomplete.endswith("/") else typed.parent
-    found = {path.parent for folder in (RUNS, parent) for path in _configs(folder)}
-    names = sorted((path for path in found if str(path).startswith(incomplete)), key=_age)
-    return list(map(str, names))
+    typed = incomplete[: incomplete.rfind("/") + 1]
+    found = {f"{RUNS}/{run.name}": run for run in _found(RUNS)}
+    found |= {f"{typed}{run.name}": run for run in _found(Path(typed or "."))}
+    return sorted((name for name in found if name.startswith(incomplete)), key=lambda name: _age(found[name]))
 
 
 def environments(context: typer.Context, incomplete: str) -> list[str]:
@@ -31,8 +30,8 @@ def environments(context: typer.Context, incomplete: str) -> list[str]:
 def workers(context: typer.Context, incomplete: str) -> list[str]:
     """Return the workers of the run that begin so."""
     found = _read(_run(context), "workers.json")
-    names = [one.get("name", "") for one in found] if isinstance(found, list) else []
-    return sorted(name for name in names if name.startswith(incomplete))
+    names = [one.get("name") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return sorted(name for name in names if isinstance(name, str) and name.startswith(incomplete))
 
 
 def logs(context: typer.Context, incomplete: str) -> list[str]:
@@ -42,9 +41,10 @@ def logs(context: typer.Context, incomplete: str) -> list[str]:
     return sorted(name for name in names if name.startswith(incomplete))
 
 
-def _configs(folder: Path) -> list[Path]:
+def _found(folder: Path) -> list[Path]:
+    """Return the run directories in a directory."""
     try:
-        return list(folder.glob("*/config.json"))
+        return [path.parent for path in folder.glob("*/config.json")]
     except OSError:
         return []
 
@@ -61,7 +61,7 @@ def _run(context: typer.Context) -> Path | None:
     for value in context.params.values():
         if isinstance(value, Path):
             return value
-    return min((path.parent for path in _configs(RUNS)), key=_age, default=None)
+    return min(_found(RUNS), key=_age, default=None)
 
 
 def _section(context: typer.Context, name: str) -> list[str]:

@@ -70,6 +70,17 @@ def to_change(option: Path | None, argument: Path | None = None) -> Path:
     return require_active(find_run(named(argument, option)))
 
 
+def to_prove(option: Path | None) -> Path:
+    """Return the run whose shared weights a command verifies.
+
+    Raises:
+        MissingError: As for `to_change`.
+    """
+    from rolloutmq.launch.rundir import find_run, require_active
+
+    return require_active(find_run(option), nothing="it shares no weights")
+
+
 def answered(order: Callable[[], int], *, as_json: bool) -> int:
     """Give an order and return its exit code; as JSON, print one object: `code`, and the lines it printed as `text`.
 

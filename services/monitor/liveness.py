@@ -109,8 +109,9 @@ def fate_of(layout: RunLayout) -> Fate:
 
 
 def _traces(layout: RunLayout) -> tuple[Path, ...]:
-    """Return the files that only a broker and its clients leave."""
-    return (layout.journal, layout.saved, layout.settled, layout.trained, layout.acks)
+    """Return what only a broker and those that it answered leave. A producer opens its ack log before any answer."""
+    acked = (log for log in layout.acks.glob("*.jsonl") if log.stat().st_size)
+    return (layout.journal, layout.saved, layout.settled, layout.trained, *acked)
 
 
 def _broker_lives(layout: RunLayout) -> bool:

@@ -7,7 +7,7 @@ are. Inside one it runs in a loop of another thread, since a loop cannot run in 
 import asyncio
 import threading
 from collections.abc import Coroutine
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ def run_blocking(work: Coroutine[Any, Any, R]) -> R:
 def _in_thread(work: Coroutine[Any, Any, R]) -> R:
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[R]]] = Future()
     ended: Future[R] = Future()
+    either: tuple[Future[Any], ...] = (started, ended)
 
     async def supervised() -> R:
         task = asyncio.ensure_future(work)
@@ -46,10 +47,13 @@ def _in_thread(work: Coroutine[Any, Any, R]) -> R:
         thread.start()  # waits for it, so Ctrl-C may come here too
         return ended.result()
     except (KeyboardInterrupt, SystemExit):
+        wait(either, return_when=FIRST_COMPLETED)  # a loop that cannot be made only ends
         if not ended.done():
             loop, task = started.result()
             with suppress(RuntimeError):  # it has ended since
                 loop.call_soon_threadsafe(task.cancel)
         raise
     finally:
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
+        work.close()  # has no effect unless it never began

@@ -103,20 +103,26 @@ class Counts(NamedTuple):
 
     @classmethod
     def of(cls, batch: "Batch") -> "Counts":
-        """Count the groups of a report; the equal scores come from its sums, the other rules from its figures."""
-        flat = min(batch.filtered, sum(one.flat for one in batch.scores))
+        """Count the groups of a report, each filtered one once: a trainer tells its own rules, so they come first.
+
+        The equal scores come from the sums of the report, which have every group of it: the rest of them.
+        """
+        old = hidden = 0.0
         if isinstance(batch, BatchSettled | RecordedBatch):
             groups, rejected = batch.trained + batch.filtered + batch.rejected, float(batch.rejected)
-            old = hidden = 0.0
         elif isinstance(batch, StepDone | RecordedStep):
             groups, rejected = batch.groups, batch.extra.get("rejected", 0.0)
             old, hidden = (batch.extra.get(name, 0.0) for name in ("too_old", "negligible"))
         else:
-            groups, rejected, hidden = batch.groups, float(batch.rejected), 0.0
-            old = float(batch.filtered - flat) if TOO_OLD in batch.reason else 0.0
-        rest = max(0.0, batch.filtered - flat - old - hidden)
-        rules = (float(flat), old, hidden, rest)
-        return cls(groups, rejected, dict(zip(FilterRule, rules, strict=True)))
+            groups, rejected = batch.groups, float(batch.rejected)
+            old = float(batch.filtered) if TOO_OLD in batch.reason else 0.0
+        flat = float(sum(one.flat for one in batch.scores))
+        rules, rest = [], float(batch.filtered)
+        for told in (old, hidden, flat):
+            rules.append(min(max(told, 0.0), rest))
+            rest -= rules[-1]
+        old, hidden, flat = rules
+        return cls(groups, rejected, dict(zip(FilterRule, (flat, old, hidden, rest), strict=True)))
 
 
 class Place(NamedTuple):

@@ -288,7 +288,9 @@ class Rollouts:
         mismatch = first_error(error)
         if not isinstance(mismatch, TurnMismatchError):
             return
-        with suppress(RolloutMQError, TimeoutError):
+        with suppress(
+            Exception
+        ):  # a policy of one's own may lack `detokenize`; the error is told without texts
             async with asyncio.timeout(NAMING_S):
                 tokens = {mismatch.wanted} if mismatch.found is None else {mismatch.wanted, mismatch.found}
                 texts = [(token, await self._policy.detokenize([token])) for token in tokens]

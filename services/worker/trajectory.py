@@ -5,6 +5,7 @@ were given: the prompt, tool results, the next question (mask False, log-probabi
 rewritten, so the trainer reads exactly the tokens that the policy read.
 """
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -147,12 +148,17 @@ class Trajectory:
         )
 
 
-def check_new(messages: Sequence[ChatMessage]) -> None:
+def check_new(messages: Sequence[ChatMessage] | str) -> None:
     """Check messages that follow a trajectory: a conversation with its answers would be said twice.
 
     Raises:
-        UsageError: One of them is an answer.
+        UsageError: They are no list of messages, or one of them is an answer.
     """
+    if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+        raise UsageError(
+            f"messages: must be a list of messages (got {reprlib.repr(messages)}); pass a text as "
+            'policy.complete(text, after=...), or as [{"role": "user", "content": text}]'
+        )
     if any(message.get("role") == "assistant" for message in messages):
         raise UsageError(
             "messages: with `after`, must be only those since its last answer (got one of role assistant); leave out "

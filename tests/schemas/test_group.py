@@ -211,6 +211,7 @@ def test_in_a_notebook_a_group_is_a_table_of_its_sequences() -> None:
     assert "<tr><td>0</td><td>0.5</td><td>2</td><td>1</td><td>1 2</td></tr>" in shown
     assert "<tr><td>1</td><td>1</td><td>1</td><td>1</td><td>3</td></tr>" in shown
     assert repr(replace(group, env="add")) == "<Group <g> of add: 2 sequences, 3 tokens, policy 0.3 to 0.4>"
+    assert repr(replace(group, env="\x1b[2Ja")).startswith(r"<Group <g> of \u001b[2Ja: ")
 
 
 def test_in_a_notebook_labels_empty_rows_and_masks_of_any_type_count() -> None:

@@ -90,3 +90,15 @@ def test_without_a_journal_there_is_no_ledger(tmp_path: Path) -> None:
         assert_settled(broker, 0)
     with pytest.raises(MissingError):
         assert_nothing_lost(tmp_path)
+
+
+def test_a_text_is_no_list_of_ids_and_states_have_names(tmp_path: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"^sent: must be ids of groups .got the text 'g0'.; pass a list of ids$"
+    ):
+        assert_nothing_lost(tmp_path, "g0")
+    for states in ({"dead", "typo"}, "dead", ["queued"]):
+        with pytest.raises(
+            UsageError, match=r"^dropped: must be a set of the states dead, discarded, expired .got"
+        ):
+            assert_nothing_lost(tmp_path, dropped=states)

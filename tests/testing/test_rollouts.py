@@ -2,11 +2,13 @@
 
 import math
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rolloutmq import Completion, SingleTurn, WaitTimeoutError
+from rolloutmq.schemas.errors import MissingError, UsageError
 from rolloutmq.testing import (
     Answer,
     LocalBroker,
@@ -90,3 +92,12 @@ def test_a_broker_without_credit_ends_with_the_reason() -> None:
     missing = r"of 9 groups are there, and credit is limited by \w+"
     with LocalBroker("broker.high_groups=1") as broker, pytest.raises(WaitTimeoutError, match=missing):
         roll_out(Add(), right(), 9, to=broker, timeout_s=5.0)
+
+
+def test_a_missing_directory_and_no_groups_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match="nowhere is no directory: start a broker there"):
+        roll_out(Add(), right(), 1, to=tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"^groups: must be at least 1 \(got -1\)"):
+        roll_out(Add(), right(), -1)
+    with pytest.raises(UsageError, match=r"^size: must be at least 1 \(got 0\)"):
+        roll_out(Add(), right(), 1, size=0)

@@ -6,8 +6,11 @@ ones come within a second. Lines that do not decode are passed over; `report` na
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from math import nan
+from operator import itemgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -38,8 +41,18 @@ HEAD_BYTES: Final = 512
 """Beginning of a line that has its kind: a topic has at most 256 bytes."""
 LATELY_BYTES: Final = 8 << 20
 """End of the metrics that has the last figures and findings: a lasting finding is told again and again."""
+KEPT: Final = 4096
+"""Most events of a kind that a history has: a view shows the rewards of as many steps, and the last of all else."""
 MOMENTARY: Final = frozenset({"held", "rater_silent", "raters_missing", "window_restarted"})
 """Findings that nothing ends: most are about one group."""
+
+
+class _Line(msgspec.Struct):
+    """The time of a line, and the figures of a step: JSON has no NaN, and says null."""
+
+    t: float
+    loss: float | None = None
+    extra: dict[str, float | None] | None = None
 
 
 class Event(NamedTuple):
@@ -74,21 +87,21 @@ def events(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
 
 def _decoded(line: bytes) -> Event | None:
     try:
-        fields: dict[str, Any] = msgspec.json.decode(line, type=dict[str, Any])
-        at = float(fields.pop("t"))
-        for name in ("topic", "trimmed"):
+        known = msgspec.json.decode(line, type=_Line)
+        fields = msgspec.json.decode(line, type=dict[str, Any])
+        for name in ("t", "topic", "trimmed"):
             fields.pop(name, None)
-        return Event(at, msgspec.convert(_with_nan(fields), Recalled))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KeyError, TypeError, ValueError):
+        if fields.get("kind") == "step_done":
+            fields |= _with_nan(known)
+        return Event(known.t, msgspec.convert(fields, Recalled))
+    except (msgspec.MsgspecError, ArithmeticError, UnicodeDecodeError, RecursionError):
         return None
 
 
-def _with_nan(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a step as they were: JSON has no NaN, and says null."""
-    if fields.get("kind") != "step_done":
-        return fields
-    extra = {name: value for name, value in (fields.get("extra") or {}).items() if value is not None}
-    return {**fields, "loss": nan if fields.get("loss") is None else fields["loss"], "extra": extra}
+def _with_nan(line: _Line) -> dict[str, Any]:
+    """Return the figures of a step as they were."""
+    extra = {name: value for name, value in (line.extra or {}).items() if value is not None}
+    return {"loss": nan if line.loss is None else line.loss, "extra": extra}
 
 
 def ran_s(layout: RunLayout, wall: float) -> float | None:
@@ -110,7 +123,7 @@ class History(NamedTuple):
     Attributes:
         ran_s: Seconds that the run has run, at the time `wall`; None if unknown.
         wall: Wall clock of the reading.
-        events: Events in order.
+        events: Events in order; of each kind the last `KEPT`.
     """
 
     ran_s: float | None
@@ -119,9 +132,13 @@ class History(NamedTuple):
 
 
 def read_history(layout: RunLayout) -> History:
-    """Read the history of a run. Blocks on the disk: about a second for 100 MB of metrics."""
-    found, wall = tuple(events(layout.metrics)), time.time()
-    return History(ran_s(layout, wall), wall, found)
+    """Read the history of a run, and keep the last events of each kind. Blocks: several seconds for 100 MB."""
+    tails: dict[type[Recalled], deque[tuple[int, Event]]] = {}
+    for numbered in enumerate(events(layout.metrics)):
+        tails.setdefault(type(numbered[1].event), deque(maxlen=KEPT)).append(numbered)
+    wall = time.time()
+    in_order = sorted(chain.from_iterable(tails.values()), key=itemgetter(0))
+    return History(ran_s(layout, wall), wall, tuple(event for _, event in in_order))
 
 
 class Lately(NamedTuple):

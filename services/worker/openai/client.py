@@ -44,6 +44,8 @@ LOG_EVERY_S: Final = 5.0
 """Seconds between two warnings about unavailable servers."""
 KEPT: Final = 1024
 """Most tokenized texts and conversations that are kept."""
+KEPT_TOKENS: Final = 1 << 18
+"""Most tokens that are kept, of all of them together: about 10 MB."""
 KEPT_BYTES: Final = 4096
 """Longest request for tokens whose answer is kept."""
 RETRIED: Final = frozenset({408, 425, 429, 502, 503, 504})
@@ -76,6 +78,9 @@ class OpenAIPolicy:
         self._logged_at = -LOG_EVERY_S
         self._stitcher = Stitcher(self)
         self._tokens: dict[bytes, list[int]] = {}
+        self._tokens_kept = 0
+        self._asking: dict[bytes, asyncio.Future[list[int]]] = {}
+        """Requests for tokens under way; equal ones wait for them."""
         self.retries = 0
         """Failed attempts that were repeated."""
 
@@ -181,16 +186,37 @@ class OpenAIPolicy:
         return await self._tokenized(lambda model: wire.render_request(model, messages, tools))
 
     async def _tokenized(self, request: Callable[[str], bytes]) -> list[int]:
-        """Return the tokens of a request, from an earlier answer if there is one."""
+        """Return the tokens of a request, from an equal one if there was one or one is under way."""
         asked = request("")
+        if len(asked) > KEPT_BYTES:
+            return wire.tokens_of(await self._ask(wire.TOKENIZE, request))
+        while asked not in self._tokens and (other := self._asking.get(asked)) is not None:
+            await asyncio.wait([other])
+            if not other.cancelled():
+                return list(other.result())
         if (known := self._tokens.get(asked)) is not None:
             return list(known)
-        tokens = wire.tokens_of(await self._ask(wire.TOKENIZE, request))
-        if len(asked) <= KEPT_BYTES:
-            if len(self._tokens) >= KEPT:
-                del self._tokens[next(iter(self._tokens))]  # the oldest
-            self._tokens[asked] = list(tokens)
-        return tokens
+        answer = self._asking[asked] = asyncio.get_running_loop().create_future()
+        try:
+            tokens = wire.tokens_of(await self._ask(wire.TOKENIZE, request))
+        except Exception as error:
+            answer.set_exception(error)
+            answer.exception()  # it is told, whether others wait or not
+            raise
+        else:
+            answer.set_result(tokens)
+            self._keep(asked, tokens)
+            return list(tokens)
+        finally:
+            answer.cancel()  # has no effect unless this call was cancelled: another one asks then
+            del self._asking[asked]
+
+    def _keep(self, asked: bytes, tokens: list[int]) -> None:
+        """Keep an answer instead of the oldest ones."""
+        self._tokens[asked] = tokens
+        self._tokens_kept += len(tokens)
+        while len(self._tokens) > KEPT or self._tokens_kept > KEPT_TOKENS:
+            self._tokens_kept -= len(self._tokens.pop(next(iter(self._tokens))))
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator[Endpoint]:
@@ -252,7 +278,7 @@ class OpenAIPolicy:
         status, body = await self._post(engine.url + path, request(engine.model))
         if status == 200:
             return body
-        if status == 404 and path in {wire.TOKENIZE, wire.DETOKENIZE}:
+        if status == 404 and path in {wire.TOKENIZE, wire.DETOKENIZE} and not wire.lacks_model(body):
             raise PolicyRefusedError(status, wire.without_tokenizer(path))
         if status not in RETRIED:
             raise PolicyRefusedError(status, wire.error_text(body))

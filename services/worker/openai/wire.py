@@ -156,7 +156,7 @@ _encode: Final = msgspec.json.Encoder().encode
 
 def text_request(model: str, prompt: str | Sequence[int], **sampling: Any) -> bytes:
     """Encode the body of `/v1/completions`."""
-    given = prompt if isinstance(prompt, str) else list(prompt)
+    given = prompt if isinstance(prompt, str) else list(map(int, prompt))
     return _encode({"model": model, "prompt": given, "logprobs": 0, **BEYOND, **sampling})
 
 
@@ -261,6 +261,11 @@ def without_tokenizer(path: str) -> str:
         f"the server has no {path}; use one that has it, such as vLLM, or token ids of a tokenizer of your own: "
         "policy.complete(ids, after=trajectory)"
     )
+
+
+def lacks_model(body: bytes) -> bool:
+    """Return whether an error response is about the model of the request, and not about the path."""
+    return error_code(body) == "model_not_found" or "model" in error_text(body).lower()
 
 
 def error_text(body: bytes) -> str:

@@ -180,6 +180,8 @@ def _write_lines(layout: RunLayout) -> None:
     recorder.record(topics.STEP, encode(_step_done(1)), 1.5)
     recorder.record(topics.STEP, encode(_step_done(2)), 2.5)
     recorder.flush()
+    with layout.metrics.open("ab") as damaged:
+        damaged.write(b'{"t":1.0,"topic":"step","kind":"step_done","extra":[1]}\n')
     layout.logs.mkdir()
     layout.log("broker").write_bytes(b"2026-01-01 started\nerror: x\n" * 20)
     layout.logs.joinpath("broker.log.1").write_bytes(b"before\n" * 20)

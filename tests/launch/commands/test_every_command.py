@@ -238,6 +238,15 @@ def test_a_run_whose_broker_was_started_by_hand_has_ended_too(call: Call) -> Non
     told = call("tail", "step")
     assert (told.code, json.loads(told.out)["topic"]) == (0, "step")
     assert why in told.err
+    told = call("scale", "sort3", "2", "-r", "runs/mine")
+    assert "so there is nothing to change: `rolloutmq broker --run-dir runs/mine` continues it" in told.err
+
+
+def test_an_ended_run_has_no_weights_to_verify(call: Call) -> None:
+    ended(Path("runs/mine"))
+    told = call("doctor", "--weights", "-r", "runs/mine")
+    assert told.code != 0
+    assert "has ended (the trainer is done), so it shares no weights: " in told.err
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def test_runs_are_offered_the_newest_first(two_runs: Path) -> None:
     assert completion.runs("") == ["runs/new", "runs/old"]
     assert completion.runs("runs/o") == ["runs/old"]
     assert completion.runs(f"{two_runs}/runs/") == [f"{two_runs}/runs/new", f"{two_runs}/runs/old"]
+    assert completion.runs("./runs/") == ["./runs/new", "./runs/old"]
     assert completion.runs("nowhere/") == []
 
 
@@ -60,6 +61,12 @@ def test_names_are_those_of_the_named_run_or_of_the_newest() -> None:
     assert completion.logs(context(), "") == ["broker", "trainer"]
     assert completion.logs(context(run_dir=old), "t") == []
     assert completion.environments(context(run_dir=Path("nowhere")), "s") == []
+
+
+@pytest.mark.parametrize("text", ["[3]", '[{"name": 5}]', '[{"name": null}]', '{"name": "a"}', "[{}]"])
+def test_workers_of_a_damaged_file_have_no_names(two_runs: Path, text: str) -> None:
+    (two_runs / "runs/new/workers.json").write_text(text)
+    assert completion.workers(context(), "") == []
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -100,6 +100,16 @@ def test_a_broker_that_was_started_by_hand_has_ended_once_its_address_is_gone(
     assert fate_of(layout).life is RunLiveness.ABSENT, "it was killed, and its address stayed"
 
 
+def test_an_ack_log_shows_a_broker_once_it_has_an_ack(layout: RunLayout) -> None:
+    """A producer opens it before any broker has answered."""
+    log = layout.ack_log("e-0")
+    log.parent.mkdir()
+    log.touch()
+    assert fate_of(layout).life is RunLiveness.ABSENT
+    log.write_text("{}\n")
+    assert fate_of(layout).by_hand
+
+
 @pytest.mark.parametrize("recorded", ['{"ended": "not yet"}', '{"ended": ""}'])
 def test_a_summary_of_an_active_run_is_no_reason_of_its_end(layout: RunLayout, recorded: str) -> None:
     layout.summary.write_text(recorded)

@@ -189,6 +189,27 @@ def test_filtering_tells_the_share_of_each_rule() -> None:
     assert ends == [("trainer", "filtering", True)]
 
 
+def test_filtering_counts_a_group_under_one_rule_alone() -> None:
+    """All groups have equal scores, and some are too old as well: those, the trainer has filtered as too old."""
+    monitor = HealthMonitor(CONFIG)
+    flat = msgspec.structs.replace(of("math", ALIVE), groups=16, flat=16)
+    found = []
+    for number in range(1, 1 + WINDOW):
+        half = msgspec.structs.replace(step(number, flat, too_old=8.0), groups=16, filtered=14)
+        found += [one for one in monitor.feed(half, 0.0) if one.finding == "filtering"]
+    (one,) = found
+    assert one.numbers == {"groups": 64.0, "too_old": 32.0, "flat": 24.0}
+    assert one.problem.startswith("88% of the groups were filtered: 50% older than")
+
+
+def test_flat_groups_that_are_too_old_for_the_loss_count_as_too_old() -> None:
+    monitor = HealthMonitor(CONFIG)
+    why = "its groups are older than trainer.loss.correction.max_staleness"
+    skip = msgspec.structs.replace(skipped(0, of("math", FLAT)), reason=why)
+    found = [one for _ in range(WINDOW) for one in monitor.feed(skip, 0.0) if one.finding == "filtering"]
+    assert "filtered: 100% older than trainer.loss" in found[0].problem
+
+
 def test_filtering_of_batches_without_a_step_takes_the_rule_from_their_reason() -> None:
     monitor = HealthMonitor(CONFIG)
     why = "its groups are older than trainer.loss.correction.max_staleness"

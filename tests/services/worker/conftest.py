@@ -28,6 +28,7 @@ class FakeServer:
         sampler: What it answers to the tokens of a prompt, in place of `sampled`.
         logprobs: Tokens with a log-probability in an answer of tokens; None: all.
         tokenized: Bodies of the requests for tokens so far; a token is the code point of a character.
+        tokenizing: Bodies of the next refusals of requests for tokens, with status 404.
         tokenizes: Whether it has the paths for them, as vLLM has.
     """
 
@@ -37,6 +38,7 @@ class FakeServer:
         self.asked: list[dict[str, Any]] = []
         self.tokenized: list[dict[str, Any]] = []
         self.tokenizes = True
+        self.tokenizing: list[dict[str, Any]] = []
         self.models_asked = 0
         self.gate = asyncio.Event()
         self.gate.set()
@@ -123,6 +125,9 @@ class FakeServer:
             return web.json_response({"detail": "Not Found"}, status=404)
         body = await request.json()
         self.tokenized.append(body)
+        await self.gate.wait()
+        if self.tokenizing:
+            return web.json_response(self.tokenizing.pop(0), status=404)
         if "tokens" in body:
             return web.json_response({"prompt": "".join(map(chr, body["tokens"]))})
         text = body.get("prompt")

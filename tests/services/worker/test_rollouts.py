@@ -145,6 +145,19 @@ async def test_turns_that_do_not_continue_each_other_are_told_with_the_texts_of_
     assert "token 2 is 98 'b', was 0 ''; continue the sampled tokens: policy.complete(text, after" in told[0]
 
 
+async def test_a_policy_that_cannot_name_tokens_hides_no_mismatch() -> None:
+    async def rewritten(_number: int, _rng: random.Random) -> list[Trajectory]:
+        first, second = [(await ScriptedPolicy("a").complete(text))[0] for text in ("q", "qab")]
+        return [Trajectory.of(first).then(second)]
+
+    outlet, told = FakeOutlet(1), list[str]()
+    rollouts = made(Scene(rewritten), outlet, failure_limit=2)
+    rollouts._policy = object()  # type: ignore[assignment]
+    rollouts._on_failure = lambda _error, why: told.append(why)
+    await rollouts.run()
+    assert "token 2 is 98" in told[0]
+
+
 async def test_as_many_are_under_way_as_there_are_slots() -> None:
     gate = asyncio.Event()
 

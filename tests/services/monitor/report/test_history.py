@@ -15,6 +15,7 @@ from rolloutmq.schemas.wire.control import Pressure, StepDone
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
+from rolloutmq.services.monitor.report import history
 from rolloutmq.services.monitor.report.history import Lately, events, ran_s, read_history, read_lately
 from rolloutmq.services.telemetry.recorder import line_of
 
@@ -90,3 +91,31 @@ def test_a_file_without_events_is_an_empty_history(layout: RunLayout) -> None:
     lines: list[Any] = [{"t": "x", "kind": "step_done"}, {"kind": "step_done"}, 7]
     layout.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert read_history(layout).events == ()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"t":1.0,"topic":"step","kind":"step_done","extra":[1]}',
+        '{"t":1' + "0" * 400 + ',"topic":"step","kind":"step_done"}',
+        '{"t":1.0,"topic":"step","kind":"step_done","extra":{"kl":1' + "0" * 400 + "}}",
+    ],
+)
+def test_a_damaged_line_is_passed_over(layout: RunLayout, make_step: MakeStep, line: str) -> None:
+    record(layout, (1.0, make_step(1)))
+    with layout.metrics.open("a") as file:
+        file.write(line + "\n")
+    (event,) = read_history(layout).events
+    assert event.at == 1.0
+    step = read_lately(layout).step
+    assert step is not None
+    assert step.step == 1
+
+
+def test_a_history_keeps_the_last_events_of_each_kind(
+    layout: RunLayout, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "KEPT", 3)
+    steps = [(float(number), make_step(number)) for number in range(1, 9)]
+    record(layout, (0.5, found("collapse")), *steps[:7], (7.5, found("drift")), steps[7])
+    assert [at for at, _ in read_history(layout).events] == [0.5, 6.0, 7.0, 7.5, 8.0]

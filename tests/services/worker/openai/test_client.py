@@ -5,7 +5,7 @@ import logging
 import random
 import socket
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -272,6 +272,60 @@ async def test_short_texts_are_tokenized_once(server: "FakeServer", monkeypatch:
         long = "x" * client.KEPT_BYTES
         assert await policy.tokenize(long) == await policy.tokenize(long)
     assert [one["prompt"] for one in server.tokenized[-2:]] == [long, long]
+
+
+async def test_equal_requests_for_tokens_at_once_are_one(server: "FakeServer") -> None:
+    message = [{"role": "user", "content": "q"}]
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        server.gate.clear()
+        first, *others = (asyncio.create_task(policy.render(message)) for _ in range(16))
+        await until(lambda: len(server.tokenized) == 1)
+        others[0].cancel()
+        first.cancel()  # another one asks instead
+        await until(lambda: len(server.tokenized) == 2)
+        server.gate.set()
+        found = await asyncio.gather(*others[1:])
+        assert {"".join(map(chr, tokens)) for tokens in found} == {"[user]q;[assistant]"}
+        assert len({id(tokens) for tokens in found}) == len(found), "nobody changes those of another"
+        assert len(server.tokenized) == 2
+        server.tokenizing = [{"detail": "Not Found"}]
+        refused = await asyncio.gather(*(policy.tokenize("r") for _ in range(4)), return_exceptions=True)
+        assert [type(error) for error in refused] == [PolicyRefusedError] * 4
+        assert await policy.tokenize("r") == [ord("r")], "a refusal is not kept"
+
+
+async def test_kept_tokens_are_bounded(server: "FakeServer", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "KEPT_TOKENS", 5)
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        for text in ("aaa", "bb", "aaa", "c", "bb", "longer", "longer"):
+            await policy.tokenize(text)
+    assert [one["prompt"] for one in server.tokenized] == ["aaa", "bb", "c", "longer", "longer"]
+
+
+async def test_an_unknown_model_is_no_missing_tokenizer(server: "FakeServer") -> None:
+    message = "The model `tiny` does not exist."
+    server.tokenizing = [
+        {"error": {"message": message, "code": 404}},
+        {"error": {"message": "gone", "code": "model_not_found"}},
+    ]
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        with pytest.raises(PolicyRefusedError, match=message):
+            await policy.tokenize("q")
+        with pytest.raises(PolicyRefusedError, match="gone"):
+            await policy.detokenize([1])
+
+
+async def test_numpy_ids_are_ids_and_a_text_is_no_conversation(server: "FakeServer") -> None:
+    given: list[Any] = [np.array([7, 8]), list(np.array([7, 8]))]
+    async with OpenAIPolicy.opened(at(lambda: server.url)) as policy:
+        (answer,) = await policy.complete([7, 8])
+        for ids in given:
+            await policy.complete(ids)
+            assert server.asked[-1]["prompt"] == [7, 8]
+        with pytest.raises(
+            UsageError, match=r"messages: must be a list of messages .got 'hello'.; pass a text"
+        ):
+            await policy.chat("hello", after=Trajectory.of(answer))  # type: ignore[arg-type]
 
 
 async def test_a_server_without_a_tokenizer_is_named(server: "FakeServer") -> None:

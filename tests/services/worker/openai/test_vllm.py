@@ -87,4 +87,4 @@ async def test_turns_carry_the_sampled_tokens(served: str) -> None:
             assert sum(map(bool, both.then(third).mask)) == sum(
                 len(one.token_ids) for one in (answer, second, third)
             )
-    assert {len(answer.token_ids) for answer in answers}, "it has sampled"
+    assert all(len(answer.token_ids) for answer in answers), "it has sampled"
