@@ -23,7 +23,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.process.blocking_call import run_blocking
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.trajectory import Trajectory, check_new, group_of
+from rolloutmq.services.worker.trajectory import Trajectory, check_new, continued, group_of
 
 END: Final = 0
 """Token that ends an answer."""
@@ -115,7 +115,7 @@ class ScriptedPolicy:
     ) -> list[Completion]:
         """Return `n` scripted answers; see `Policy.complete`. Raises the scripted error, if the script has one."""
         new = await self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        ids = new if after is None else [*map(int, after.token_ids), *new]
+        ids = new if after is None else continued(after, new)
         return await self._sampled(ids, None, n, max_tokens, temperature, stop)
 
     async def chat(

@@ -139,3 +139,16 @@ async def test_the_tokenizer_of_a_script_knows_every_character() -> None:
     assert await policy.detokenize(await policy.tokenize("q é")) == "q é"
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert await policy.detokenize(await policy.render(messages, tools=[])) == "a\nb"
+
+
+def test_a_rendered_conversation_is_not_continued_by_its_own_turns() -> None:
+    policy, question = ScriptedPolicy("a"), [{"role": "user", "content": "q"}]
+    (call,) = asyncio.run(policy.chat(question))
+    turns = Trajectory.of(call)
+    ids = asyncio.run(policy.render([{"role": "tool", "content": "r"}], after=turns))
+    with pytest.raises(UsageError, match=r"^prompt: .*got all 3 tokens of `after` once more"):
+        asyncio.run(policy.complete(ids, after=turns))
+    (answer,) = asyncio.run(policy.complete(ids))
+    assert answer.prompt_token_ids == ids
+    (answer,) = asyncio.run(policy.complete(ids[3:], after=turns))
+    assert answer.prompt_token_ids == ids
