@@ -162,7 +162,8 @@ class ScriptedPolicy:
         return list(map(ord, text))
 
     async def detokenize(self, tokens: TokenIds) -> str:
-        """Return the characters, without `END`; see `Policy.detokenize`."""
+        """Return the characters, without `END`; see `Policy.detokenize`. UsageError if a token is no code point."""
+        _check_tokens("token_ids", tokens)
         return "".join(chr(token) for token in tokens if token != END)
 
     async def render(
@@ -194,7 +195,6 @@ class ScriptedPolicy:
     ) -> list[Completion]:
         _check_count("n", n)
         _check_count("max_tokens", max_tokens)
-        _check_tokens("prompt", ids)
         text = await self.detokenize(ids)
         call = RecordedCall(text, ids, messages, n, max_tokens, temperature, _listed(stop))
         self.prompts.append(call.prompt)

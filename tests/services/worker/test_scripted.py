@@ -183,9 +183,9 @@ def test_a_function_that_returns_no_answer_is_named(returned: Any) -> None:
     [
         ("q", {"n": 0}, r"^n: .*got 0"),
         ("q", {"max_tokens": 0}, r"^max_tokens: .*got 0"),
-        ([5, -1], {}, r"^prompt: token 1 .*got -1"),
-        ([0x110000], {}, r"^prompt: token 0 .*got 1114112"),
-        (["a"], {}, r"^prompt: token 0 .*got 'a'"),
+        ([5, -1], {}, r"^token_ids: token 1 .*got -1"),
+        ([0x110000], {}, r"^token_ids: token 0 .*got 1114112"),
+        (["a"], {}, r"^token_ids: token 0 .*got 'a'"),
     ],
 )
 def test_a_call_that_no_server_could_answer_is_refused(prompt: Any, asked: Any, named: str) -> None:
