@@ -295,7 +295,7 @@ def _check_count(key: str, value: Any) -> None:
         )
 
 
-def _check_tokens(key: str, ids: Sequence[int]) -> None:
+def _check_tokens(key: str, ids: TokenIds) -> None:
     """Raise UsageError, naming the token, if one is no code point."""
     for at, token in enumerate(ids):
         try:
