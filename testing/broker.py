@@ -42,6 +42,7 @@ class LocalBroker:
         self._config = None if config is None else Path(config)
         self._kept = None if run_dir is None else Path(run_dir)
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._has_run = False
         self._running: ExitStack | None = None
 
     @property
@@ -49,6 +50,11 @@ class LocalBroker:
         """Its run directory, the `where` of every client. UsageError if it is temporary and the broker does not run."""
         if self._kept is not None:
             return self._kept
+        if self._temporary is None and self._has_run:
+            raise UsageError(
+                "broker: its temporary run directory has gone with it; read it before `stop`, inside the `with` "
+                "statement, or keep it with LocalBroker(run_dir=...)"
+            )
         if self._temporary is None:
             raise UsageError("broker: has no run directory before its start; use it in a `with` statement")
         return Path(self._temporary.name)
@@ -76,7 +82,7 @@ class LocalBroker:
     def _serve(self) -> None:
         with ExitStack() as stack:
             stack.enter_context(running_broker(*read_run(self.run_dir)))
-            self._running = stack.pop_all()
+            self._running, self._has_run = stack.pop_all(), True
 
     def restart(self) -> None:
         """Stop the broker in order and start it again, as an operator would. Blocks for milliseconds.

@@ -70,7 +70,7 @@ def claim(layout: RunLayout) -> Iterator[int]:
         in_use = AddressInUseError(
             f"ipc://{directory}",
             f"the broker of process {note.pid}" if note.pid else "another broker",
-            f"stop that run with `rolloutmq down {layout.root}`, or choose another run directory",
+            f"{_way_to_stop(layout, note.pid)}, or choose another run directory",
         )
         if not _locked(file):
             raise in_use
@@ -83,6 +83,15 @@ def claim(layout: RunLayout) -> Iterator[int]:
         epoch = max(time.time_ns(), note.epoch + 1)
         os.pwrite(file, msgspec.json.encode(LockNote(os.getpid(), epoch)).ljust(128), 0)
         yield epoch
+
+
+def _way_to_stop(layout: RunLayout, pid: int) -> str:
+    """Return how to stop the broker that holds a run directory: `down` ends only a run that a launcher owns."""
+    if not pid or layout.owner.exists():
+        return f"stop that run with `rolloutmq down {layout.root}`"
+    if pid == os.getpid():
+        return "stop that broker in this process, a LocalBroker with its `stop()`"
+    return f"end that broker, which was started by hand, with `kill {pid}`"
 
 
 def _locked(fd: int) -> bool:

@@ -68,7 +68,13 @@ class Fate:
                     f"clean up with `rolloutmq down {layout.root}`"
                 )
             case RunLiveness.ABSENT:
-                return f"no broker runs in {layout.root}"
+                killed = endpoints_of(layout)  # a broker that ends in order removes them
+                if killed is None:
+                    return f"no broker runs in {layout.root}"
+                return (
+                    f"no broker runs in {layout.root}: its process {killed.pid} has ended; "
+                    f"continue with `rolloutmq broker --run-dir {layout.root}`"
+                )
 
     @property
     def told(self) -> str:

@@ -46,6 +46,7 @@ class Policy(Protocol):
         Raises:
             PolicyRefusedError: The server does not accept the prompt, or its response lacks what training
                 needs.
+            UsageError: The prompt begins with the tokens of `after`, which would be in it twice.
             PolicyUnavailableError: No server answered within 0.9 of `rollout_timeout_s`.
         """
         ...
@@ -100,7 +101,8 @@ class Policy(Protocol):
     ) -> list[int]:
         """Return the prompt of `chat` as token ids: the chat template of the model, and the beginning of its answer.
 
-        Sample from it with `complete`. Needed for tools, which `chat` does not take.
+        Sample from it with `complete`, without `after`: the result has the turns so far. Needed for tools, which `chat`
+        does not take.
 
         Args:
             messages: The whole conversation, or with `after` only the messages since its last answer.

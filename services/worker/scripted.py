@@ -10,9 +10,11 @@ contents of messages are joined by newlines.
 
 import asyncio
 import math
+import operator
 import random
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
@@ -23,7 +25,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.process.blocking_call import run_blocking
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.trajectory import Trajectory, check_new, group_of
+from rolloutmq.services.worker.trajectory import Trajectory, check_new, continued, group_of
 
 END: Final = 0
 """Token that ends an answer."""
@@ -43,6 +45,9 @@ class Answer:
         logprobs: Log-probability of each sampled token, in nats. None: `LOGPROB` for all.
         truncated: The answer ends by `max_tokens`, without an end token, however short it is.
         delay_s: Seconds until it arrives; `math.inf`: never.
+
+    Raises:
+        UsageError: The text is none, a token is no code point, or the delay is negative.
     """
 
     text: str = ""
@@ -50,6 +55,18 @@ class Answer:
     logprobs: Sequence[float] | None = None
     truncated: bool = False
     delay_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise UsageError(
+                f"Answer.text: must be a text (got {_shown(self.text)}); write str(...) around it"
+            )
+        if self.token_ids is not None:
+            _check_tokens("Answer.token_ids", self.token_ids)
+        if not self.delay_s >= 0:  # also NaN
+            raise UsageError(
+                f"Answer.delay_s: must be 0 or more seconds (got {self.delay_s}); math.inf is never"
+            )
 
 
 Scripted: TypeAlias = str | Answer | Exception
@@ -97,6 +114,9 @@ class ScriptedPolicy:
     """
 
     def __init__(self, answers: Script, version: PolicyVersion = PolicyVersion()) -> None:
+        """Take a script. UsageError if it is empty or has an entry of another type; the error names the entry."""
+        for entry, scripted in _entries(answers):
+            _check_answer(entry, scripted)
         self._answers = answers
         self._given = 0
         self.prompts: list[str] = []
@@ -113,9 +133,14 @@ class ScriptedPolicy:
         temperature: float = 1.0,
         stop: str | Sequence[str] | None = None,
     ) -> list[Completion]:
-        """Return `n` scripted answers; see `Policy.complete`. Raises the scripted error, if the script has one."""
+        """Return `n` scripted answers; see `Policy.complete`. Raises the scripted error, if the script has one.
+
+        Raises:
+            UsageError: A function of the script returned no answer, `n` or `max_tokens` is no positive integer, or a
+                token is no code point.
+        """
         new = await self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        ids = new if after is None else [*map(int, after.token_ids), *new]
+        ids = new if after is None else continued(after, new)
         return await self._sampled(ids, None, n, max_tokens, temperature, stop)
 
     async def chat(
@@ -137,7 +162,8 @@ class ScriptedPolicy:
         return list(map(ord, text))
 
     async def detokenize(self, tokens: TokenIds) -> str:
-        """Return the characters, without `END`; see `Policy.detokenize`."""
+        """Return the characters, without `END`; see `Policy.detokenize`. UsageError if a token is no code point."""
+        _check_tokens("token_ids", tokens)
         return "".join(chr(token) for token in tokens if token != END)
 
     async def render(
@@ -167,6 +193,8 @@ class ScriptedPolicy:
         temperature: float,
         stop: str | Sequence[str] | None,
     ) -> list[Completion]:
+        _check_count("n", n)
+        _check_count("max_tokens", max_tokens)
         text = await self.detokenize(ids)
         call = RecordedCall(text, ids, messages, n, max_tokens, temperature, _listed(stop))
         self.prompts.append(call.prompt)
@@ -188,7 +216,7 @@ class ScriptedPolicy:
         if isinstance(script, Mapping):
             return _matched(script, prompt)
         if callable(script):
-            return script(prompt)
+            return _check_answer("script: the function", script(prompt))
         self._given += 1
         return script[(self._given - 1) % len(script)]
 
@@ -224,11 +252,64 @@ def _matched(script: Mapping[str, Scripted | Callable[[re.Match[str]], Scripted]
     """Return the answer of the first regular expression in the prompt; UsageError if there is none."""
     for pattern, scripted in script.items():
         if (match := re.search(pattern, prompt)) is not None:
-            return scripted if isinstance(scripted, str | Answer | Exception) else scripted(match)
+            return (
+                _check_answer(f"script: the function of {pattern!r}", scripted(match))
+                if callable(scripted)
+                else scripted
+            )
     raise UsageError(
         f"script: no regular expression is found in the prompt (got {prompt!r:.{SHOWN_CHARS}}); "
         'add one, or "" last for every other prompt'
     )
+
+
+def _entries(script: Script) -> Iterator[tuple[str, Any]]:
+    """Yield the answers that a script has without a call, each with the entry that errors name."""
+    if isinstance(script, Mapping):
+        for pattern, scripted in script.items():
+            if not callable(scripted):
+                yield f"script[{pattern!r}]", scripted
+    elif isinstance(script, Sequence) and not isinstance(script, str):
+        if not script:
+            raise UsageError("script: must have at least one answer (got an empty list); add one")
+        for at, scripted in enumerate(script):
+            yield f"script[{at}]", scripted
+    elif not callable(script):
+        yield "script", script
+
+
+def _check_answer(entry: str, scripted: Any) -> Scripted:
+    """Return an answer; UsageError that names its entry if it is of another type."""
+    if isinstance(scripted, str | Answer | Exception):
+        return scripted
+    raise UsageError(
+        f"{entry}: must give a text, an Answer or an exception (got {_shown(scripted)}); "
+        "write str(...) around a number"
+    )
+
+
+def _check_count(key: str, value: Any) -> None:
+    if not isinstance(value, int) or value < 1:
+        raise UsageError(
+            f"{key}: must be an integer of at least 1 (got {_shown(value)}); ask for one or more"
+        )
+
+
+def _check_tokens(key: str, ids: TokenIds) -> None:
+    """Raise UsageError, naming the token, if one is no code point."""
+    for at, token in enumerate(ids):
+        try:
+            fits = 0 <= operator.index(token) <= sys.maxunicode
+        except TypeError:
+            fits = False
+        if not fits:
+            raise UsageError(
+                f"{key}: token {at} must be a code point, 0 to {sys.maxunicode} (got {_shown(token)}); use one of them"
+            )
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.{SHOWN_CHARS}}"
 
 
 async def _delay(seconds: float) -> None:

@@ -166,6 +166,21 @@ def check_new(messages: Sequence[ChatMessage] | str) -> None:
         )
 
 
+def continued(after: Trajectory, new: Sequence[int]) -> list[int]:
+    """Return the tokens of a trajectory and the new ones behind them: the prompt of its next turn.
+
+    Raises:
+        UsageError: The new ones begin with the trajectory: its turns would be in the prompt twice.
+    """
+    before = list(map(int, after.token_ids))
+    if before and list(new[: len(before)]) == before:
+        raise UsageError(
+            f"prompt: with `after`, must be only the tokens behind its turns (got all {len(before)} tokens of `after` "
+            "once more); leave out `after` for the ids of policy.render(messages, after=trajectory), which has them"
+        )
+    return [*before, *new]
+
+
 def group_of(
     group_id: str,
     trajectories: Sequence[Trajectory],

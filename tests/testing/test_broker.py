@@ -8,7 +8,7 @@ from rolloutmq import Consumer, Group, Producer
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, UsageError
 from rolloutmq.schemas.wire.replies import Durability
-from rolloutmq.testing import LocalBroker
+from rolloutmq.testing import LocalBroker, read_ledger
 
 PATIENCE_S = 60.0
 
@@ -97,3 +97,15 @@ def test_misuse_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(AddressInUseError):
             LocalBroker(run_dir=tmp_path / "run").start()
     broker.stop()
+
+
+def test_the_directory_of_a_stopped_broker_has_gone_with_it() -> None:
+    broker = LocalBroker()
+    with pytest.raises(UsageError, match="no run directory before its start"):
+        read_ledger(broker)
+    with broker:
+        assert read_ledger(broker).settled == 0
+    with pytest.raises(UsageError, match=r"has gone with it; .* keep it with LocalBroker\(run_dir=\.\.\.\)"):
+        read_ledger(broker)
+    with broker:
+        assert broker.run_dir.is_dir()

@@ -80,7 +80,8 @@ class RunDetails:
 def status(where: Path, as_json: bool) -> int:
     """Print the status of a run; return the exit code. Blocks for at most six seconds.
 
-    Of a run that has ended, the files say how. FAILED if its launcher was killed, or if no broker replies.
+    Of a run that has ended, the files say how. FAILED if its launcher or its broker was killed, or if no
+    broker replies.
     """
     if not where.is_dir():
         return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
@@ -94,7 +95,8 @@ def status(where: Path, as_json: bool) -> int:
     try:
         reply = ask(endpoints)
     except RolloutMQError as error:
-        return complain(fate.say(layout) if fate.life is RunLiveness.DEAD else str(error), FAILED)
+        gone = fate.life in {RunLiveness.DEAD, RunLiveness.ABSENT}
+        return complain(fate.say(layout) if gone else str(error), FAILED)
     text, plain = described(layout, fate, reply)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()

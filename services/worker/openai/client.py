@@ -28,7 +28,7 @@ from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
 from rolloutmq.services.worker.openai.stitching import Stitcher
 from rolloutmq.services.worker.openai.wire import Endpoint
-from rolloutmq.services.worker.trajectory import Trajectory, check_new
+from rolloutmq.services.worker.trajectory import Trajectory, check_new, continued
 
 logger = logging.getLogger(__name__)
 
@@ -125,10 +125,7 @@ class OpenAIPolicy:
         """See `Policy.complete`."""
         given = prompt
         if after is not None:
-            given = [
-                *map(int, after.token_ids),
-                *(await self.tokenize(prompt) if isinstance(prompt, str) else prompt),
-            ]
+            given = continued(after, await self.tokenize(prompt) if isinstance(prompt, str) else prompt)
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
         body = await self._ask(wire.COMPLETIONS, lambda model: wire.text_request(model, given, **sampling))

@@ -236,9 +236,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or shown
 
 
-def _stack(frames: Iterable[tuple[FrameType, int]]) -> list[_At]:
-    """Return frames with their lines, outermost first; of a recursion those at both ends."""
-    stack = [_At(frame, line) for frame, line in frames]
+def _stack(frames: Iterable[tuple[FrameType, int | None]]) -> list[_At]:
+    """Return frames with their lines, outermost first; of a recursion those at both ends.
+
+    An instruction without a line, which a compiler may add, is shown at the first line of its function.
+    """
+    stack = [_At(frame, line or frame.f_code.co_firstlineno) for frame, line in frames]
     return stack if len(stack) <= 2 * ENDS else [*stack[:ENDS], *stack[-ENDS:]]
 
 

@@ -72,6 +72,24 @@ def test_second_broker_is_told_who_holds_the_sockets(layout: RunLayout) -> None:
         pass
 
 
+def test_only_the_broker_of_a_launcher_is_stopped_by_down(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remedy() -> str:
+        with pytest.raises(AddressInUseError) as caught, bindings.claim(layout):
+            pass
+        return caught.value.remedy
+
+    with bindings.claim(layout):
+        assert remedy().startswith("stop that broker in this process, a LocalBroker with its `stop()`, or ")
+        with monkeypatch.context() as patch:
+            pid = os.getpid()
+            patch.setattr("os.getpid", lambda: pid + 1)
+            assert remedy().startswith(f"end that broker, which was started by hand, with `kill {pid}`, or ")
+        layout.owner.write_text("{}")
+        assert remedy().startswith(f"stop that run with `rolloutmq down {layout.root}`, or ")
+
+
 @pytest.mark.parametrize("deleted", ["sockets/lock", "sockets"])
 def test_deleting_the_lock_makes_no_way_for_a_second_broker(layout: RunLayout, deleted: str) -> None:
     layout.journal.mkdir()

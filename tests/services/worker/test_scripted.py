@@ -3,6 +3,7 @@
 import asyncio
 import math
 import random
+from typing import Any
 
 import pytest
 
@@ -139,3 +140,70 @@ async def test_the_tokenizer_of_a_script_knows_every_character() -> None:
     assert await policy.detokenize(await policy.tokenize("q é")) == "q é"
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert await policy.detokenize(await policy.render(messages, tools=[])) == "a\nb"
+
+
+def test_a_rendered_conversation_is_not_continued_by_its_own_turns() -> None:
+    policy, question = ScriptedPolicy("a"), [{"role": "user", "content": "q"}]
+    (call,) = asyncio.run(policy.chat(question))
+    turns = Trajectory.of(call)
+    ids = asyncio.run(policy.render([{"role": "tool", "content": "r"}], after=turns))
+    with pytest.raises(UsageError, match=r"^prompt: .*got all 3 tokens of `after` once more"):
+        asyncio.run(policy.complete(ids, after=turns))
+    (answer,) = asyncio.run(policy.complete(ids))
+    assert answer.prompt_token_ids == ids
+    (answer,) = asyncio.run(policy.complete(ids[3:], after=turns))
+    assert answer.prompt_token_ids == ids
+
+
+@pytest.mark.parametrize(
+    ("script", "named"),
+    [
+        (42, r"^script: .*got 42"),
+        (None, r"^script: .*got None"),
+        ([], r"^script: must have at least one answer"),
+        (["a", 7], r"^script\[1\]: .*got 7"),
+        ({"q": None}, r"^script\['q'\]: .*got None"),
+    ],
+)
+def test_an_entry_that_is_no_answer_is_named(script: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        ScriptedPolicy(script)
+
+
+@pytest.mark.parametrize("returned", [7, None])
+def test_a_function_that_returns_no_answer_is_named(returned: Any) -> None:
+    with pytest.raises(UsageError, match=rf"^script: the function: .*got {returned}\); write str"):
+        asyncio.run(ScriptedPolicy(lambda prompt: returned).complete("q"))  # noqa: ARG005
+    with pytest.raises(UsageError, match=rf"^script: the function of 'q': .*got {returned}"):
+        asyncio.run(ScriptedPolicy({"q": lambda found: returned}).complete("q"))  # noqa: ARG005
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "named"),
+    [
+        ("q", {"n": 0}, r"^n: .*got 0"),
+        ("q", {"max_tokens": 0}, r"^max_tokens: .*got 0"),
+        ([5, -1], {}, r"^token_ids: token 1 .*got -1"),
+        ([0x110000], {}, r"^token_ids: token 0 .*got 1114112"),
+        (["a"], {}, r"^token_ids: token 0 .*got 'a'"),
+    ],
+)
+def test_a_call_that_no_server_could_answer_is_refused(prompt: Any, asked: Any, named: str) -> None:
+    policy = ScriptedPolicy("a")
+    with pytest.raises(UsageError, match=named):
+        asyncio.run(policy.complete(prompt, **asked))
+    assert policy.calls == []
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"delay_s": -1}, r"^Answer.delay_s: .*got -1"),
+        ({"delay_s": math.nan}, r"^Answer.delay_s: .*got nan"),
+        ({"text": 7}, r"^Answer.text: .*got 7"),
+        ({"token_ids": [3, -2]}, r"^Answer.token_ids: token 1 .*got -2"),
+    ],
+)
+def test_an_answer_that_cannot_be_given_is_refused(wrong: Any, named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        Answer(**wrong)

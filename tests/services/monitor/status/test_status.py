@@ -47,6 +47,7 @@ from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
+from rolloutmq.services.monitor import liveness
 from rolloutmq.services.monitor.report.history import Lately
 from rolloutmq.services.monitor.status import orchestrator_view
 from rolloutmq.services.monitor.status import status as command
@@ -244,6 +245,21 @@ def test_broker_that_does_not_answer_is_a_failure(
 
     assert status(run_dir, as_json=True) == 1
     assert "broker: no answer from " in capsys.readouterr().err
+
+
+def test_a_broker_by_hand_that_was_killed_is_named_with_the_command_that_continues(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(liveness, "_runs", lambda pid: pid != 4242)
+    endpoints = Endpoints(ingest="", serve=f"ipc://{run_dir}/serve", events="", publish="", pid=4242, epoch=1)
+    write_json(RunLayout(run_dir).endpoints, endpoints)
+
+    assert status(run_dir, as_json=True) == 1
+    assert capsys.readouterr().err.endswith(
+        f"no broker runs in {run_dir}: its process 4242 has ended; "
+        f"continue with `rolloutmq broker --run-dir {run_dir}`\n"
+    )
 
 
 def test_tasks_and_late_members_are_said_where_there_are_any(reply: StatusReply) -> None:

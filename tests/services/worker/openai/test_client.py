@@ -241,6 +241,8 @@ async def test_a_turn_begins_with_the_tokens_of_those_before(server: "FakeServer
         )
         with pytest.raises(UsageError, match="must be only those since its last answer"):
             await policy.chat([{"role": "assistant", "content": "ab"}], after=sequence)
+        with pytest.raises(UsageError, match="tokens of `after` once more"):
+            await policy.complete(second.prompt_token_ids, after=Trajectory.of(first))
     assert second.prompt_token_ids == [*map(ord, "[user]q;[assistant]ab;[tool]7;[assistant]")]
     assert third.prompt_token_ids == [*second.prompt_token_ids, *map(ord, "ab;and?")]
     assert fourth.prompt_token_ids == [*third.prompt_token_ids, *map(ord, "ab;"), 3, 4]

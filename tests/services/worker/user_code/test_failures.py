@@ -242,6 +242,16 @@ def test_a_secret_is_in_no_report(code: Any, tmp_path: Path, monkeypatch: pytest
     assert "task        env:SECRET" in failure_of(raised(code.Sums()), UserFiles(tmp_path)).report
 
 
+def test_an_instruction_without_a_line_is_at_the_first_line_of_its_function(
+    code: Any, tmp_path: Path
+) -> None:
+    code.now.__code__ = code.now.__code__.replace(co_linetable=b"")
+    frames = code.now(frames_of)
+    assert frames[-1].f_lineno is None
+    first = code.now.__code__.co_firstlineno
+    assert failure_at(frames, UserFiles(tmp_path), "hangs").where == f"users_sums.py:{first}"
+
+
 def test_running_and_waiting_code_has_a_place_too(code: Any, tmp_path: Path) -> None:
     running = failure_at(code.now(frames_of), UserFiles(tmp_path), "took longer than 5 s")
     assert running.where.startswith("users_sums.py:")
