@@ -174,10 +174,11 @@ class ScriptedPolicy:
         after: Trajectory | None = None,
     ) -> list[int]:
         """Return the contents, joined by newlines; see `Policy.render`."""
+        if after is not None:
+            check_new(messages)
         contents = [str(message["content"]) for message in messages]
         if after is None:
             return await self.tokenize("\n".join(contents))
-        check_new(messages)
         return [*map(int, after.token_ids), *await self.tokenize("".join(f"\n{one}" for one in contents))]
 
     def endpoint(self) -> NoReturn:

@@ -207,3 +207,9 @@ def test_a_call_that_no_server_could_answer_is_refused(prompt: Any, asked: Any, 
 def test_an_answer_that_cannot_be_given_is_refused(wrong: Any, named: str) -> None:
     with pytest.raises(UsageError, match=named):
         Answer(**wrong)
+
+
+async def test_a_text_is_no_conversation() -> None:
+    (first,) = await ScriptedPolicy("4").complete("2+2=")
+    with pytest.raises(UsageError, match="messages"):
+        await ScriptedPolicy("4").chat("and?", after=Trajectory.of(first, 1.0))  # type: ignore[arg-type]
