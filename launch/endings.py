@@ -25,7 +25,7 @@ from rolloutmq.schemas.errors import (
 
 EXIT_FAILED: Final = 1
 EXIT_CONFIG: Final = 2
-TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers")
+TRAINER_NEEDS: Final = ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub")
 """Packages of the extra `trainer`, which the trainer and the tiny inference server import."""
 
 
