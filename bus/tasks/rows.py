@@ -111,8 +111,9 @@ def open_rows(key: str, config: DatasetConfig, base_dir: Path) -> tuple[Rows, Ro
 
 def _table(key: str, config: DatasetConfig, base_dir: Path, which: str) -> Any:
     """Return a split as a mapped table with at least one row."""
-    from datasets import load_dataset  # pandas and pyarrow take a second
-    from datasets.utils.tqdm import disable_progress_bars, tqdm
+    # In here, since pandas and pyarrow take a second.
+    from datasets import load_dataset  # pyright: ignore[reportMissingImports]
+    from datasets.utils.tqdm import disable_progress_bars, tqdm  # pyright: ignore[reportMissingImports]
 
     path, split = base_dir / config.path, str(getattr(config, which))
     tqdm.monitor_interval = 0  # no thread that redraws bars

@@ -29,7 +29,7 @@ def run_blocking(work: Coroutine[Any, Any, R]) -> R:
 def _in_thread(work: Coroutine[Any, Any, R]) -> R:
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[R]]] = Future()
     ended: Future[R] = Future()
-    either: tuple[Future[Any], ...] = (started, ended)
+    either: list[Future[Any]] = [started, ended]
 
     async def supervised() -> R:
         task = asyncio.ensure_future(work)
