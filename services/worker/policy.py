@@ -134,11 +134,33 @@ class Policy(Protocol):
         ...
 
 
-class GreedyPolicy:
-    """A policy whose answers are the most likely ones: every call has temperature 0, whatever it asks for."""
+class _WrappedPolicy:
+    """What a policy around another one passes on unchanged."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+
+    async def tokenize(self, text: str) -> list[int]:
+        """See `Policy.tokenize`."""
+        return await self._policy.tokenize(text)
+
+    async def detokenize(self, tokens: TokenIds) -> str:
+        """See `Policy.detokenize`."""
+        return await self._policy.detokenize(tokens)
+
+    async def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        after: Trajectory | None = None,
+    ) -> list[int]:
+        """See `Policy.render`."""
+        return await self._policy.render(messages, tools=tools, after=after)
+
+
+class GreedyPolicy(_WrappedPolicy):
+    """A policy whose answers are the most likely ones: every call has temperature 0, whatever it asks for."""
 
     async def complete(
         self,
@@ -170,24 +192,6 @@ class GreedyPolicy:
             messages, after=after, n=n, max_tokens=max_tokens, temperature=0.0, stop=stop
         )
 
-    async def tokenize(self, text: str) -> list[int]:
-        """See `Policy.tokenize`."""
-        return await self._policy.tokenize(text)
-
-    async def detokenize(self, tokens: TokenIds) -> str:
-        """See `Policy.detokenize`."""
-        return await self._policy.detokenize(tokens)
-
-    async def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        after: Trajectory | None = None,
-    ) -> list[int]:
-        """See `Policy.render`."""
-        return await self._policy.render(messages, tools=tools, after=after)
-
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator["Endpoint"]:
         """See `Policy.endpoint`. The temperature of 0 is in `Endpoint.request`, which the client must pass on."""
@@ -195,7 +199,7 @@ class GreedyPolicy:
             yield replace(endpoint, greedy=True)
 
 
-class CountingPolicy:
+class CountingPolicy(_WrappedPolicy):
     """A policy that counts what it samples: the autoscaler reads from it how fast running rollouts advance.
 
     Attributes:
@@ -204,7 +208,7 @@ class CountingPolicy:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        super().__init__(policy)
         self.completions = 0
         self.tokens = 0
 
@@ -241,24 +245,6 @@ class CountingPolicy:
         )
         self._count(completions)
         return completions
-
-    async def tokenize(self, text: str) -> list[int]:
-        """See `Policy.tokenize`."""
-        return await self._policy.tokenize(text)
-
-    async def detokenize(self, tokens: TokenIds) -> str:
-        """See `Policy.detokenize`."""
-        return await self._policy.detokenize(tokens)
-
-    async def render(
-        self,
-        messages: Sequence[ChatMessage],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        after: Trajectory | None = None,
-    ) -> list[int]:
-        """See `Policy.render`."""
-        return await self._policy.render(messages, tools=tools, after=after)
 
     @asynccontextmanager
     async def endpoint(self) -> AsyncIterator["Endpoint"]:
