@@ -4,10 +4,10 @@ Groups tell how fast workers are, and where a rollout takes minutes they tell it
 several turns tell it earlier: on a full server workers sample fewer tokens per second. The pace of a worker is its
 tokens over the time in which it did not wait for credit. So it includes tools, and everything else that workers share.
 
-After each change of the workers a meter waits for one completion of each running sequence, since new workers have
-sampled and reported nothing yet. Then it measures over as many completions as 24 groups have sequences, and at least
-one of each running sequence. Workers that are about as fast as the base are confirmed. The base is the pace of the
-first workers, and of those that groups have proven: groups have the final word.
+After each change of the workers a meter waits for as many completions as sequences run, since new workers have
+sampled and reported nothing yet. A few fast sequences may give them. Then it measures over as many completions as 24
+groups have sequences, and at least as many as sequences run. Workers that are about as fast as the base are confirmed.
+The base is the pace of the first workers, and of those that groups have proven: groups have the final word.
 
 Without completions, nothing is confirmed: workers may sample in a way that nobody counts. With one completion for each
 rollout, groups tell as early.
@@ -62,7 +62,7 @@ class ProgressMeter:
         pace: Last pace of the present workers; 0 while unknown.
         confirmed: Most workers that were not clearly slower.
         begun: What was known at the beginning of the measurement; None before the first.
-        has_settled: Each running sequence has had a completion since the workers changed.
+        has_settled: As many completions as sequences run have come since the workers changed.
     """
 
     base: float = 0.0
