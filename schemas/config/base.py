@@ -52,11 +52,24 @@ _REFUSED: Final[dict[str, tuple[frozenset[type], LiteralString, LiteralString]]]
 """Types that pydantic would convert, and its own error for others, by the type of a schema."""
 
 
+class _TypeCheck:
+    """Validator that refuses the types which pydantic would convert to a number or bool."""
+
+    def __init__(self, kind: str) -> None:
+        self._refused, self._error, self._text = _REFUSED[kind]
+
+    def __call__(self, value: Any) -> Any:
+        if type(value) in self._refused:  # exactly: a `Text` is converted
+            raise PydanticCustomError(self._error, self._text)
+        return value
+
+
 def _require_types(section: Any) -> None:
     """Let the numbers and bools of a section refuse values of other types, and its integers those above the limit.
 
     Args:
-        section: Schema of a section, changed in place. The sections below it have theirs.
+        section: Schema of a section, changed in place. The sections below it have theirs. Pydantic keeps the schema and
+            passes it again for each type that has the section, so what is checked already stays as it is.
     """
     while section["type"] != "model-fields":  # validators of the section lie around its fields
         section = section["schema"]
@@ -69,6 +82,8 @@ def _require_type(holder: Any, key: Any) -> None:
     match schema:
         case {"type": "int" | "float" | "bool"}:
             holder[key] = _checked(schema)
+        case {"type": "function-before", "function": {"function": _TypeCheck()}}:
+            pass
         case {"type": "default" | "nullable" | "function-after" | "function-before"}:
             _require_type(schema, "schema")
         case {"type": "list" | "set" | "frozenset", "items_schema": _}:
@@ -81,16 +96,10 @@ def _require_type(holder: Any, key: Any) -> None:
 
 
 def _checked(schema: Any) -> CoreSchema:
-    refused, error, text = _REFUSED[schema["type"]]
-    if schema["type"] == "int" and not {"lt", "le"} & schema.keys():
+    kind = schema["type"]
+    if kind == "int" and not {"lt", "le"} & schema.keys():
         schema["le"] = INTEGER_LIMIT
-
-    def check(value: Any) -> Any:
-        if type(value) in refused:  # exactly: a `Text` is converted
-            raise PydanticCustomError(error, text)
-        return value
-
-    return core_schema.no_info_before_validator_function(check, schema)
+    return core_schema.no_info_before_validator_function(_TypeCheck(kind), schema)
 
 
 MIB: Final = 1 << 20

@@ -43,7 +43,7 @@ def test_a_run_places_its_workers_and_goes_on_where_gpus_are_cordoned_and_lost(
 
         until("two placed workers", lambda: placed() == ["GPU-a", "GPU-b"])
         live.wait_for_step(10)
-        assert "no such GPU" in rolloutmq("cordon", "GPU-x", "--run-dir", str(run_dir), code=2)
+        assert "no such GPU" in rolloutmq("cordon", "GPU-x", "--run-dir", str(run_dir), code=1)
         told = rolloutmq("cordon", "c", "--reason", "new fan", "--run-dir", str(run_dir))
         assert told == "GPU-c: cordoned, by hand: new fan\n"
         driver.change("GPU-a", lost=True)
