@@ -56,11 +56,12 @@ class _TypeCheck:
     """Validator that refuses the types which pydantic would convert to a number or bool."""
 
     def __init__(self, kind: str) -> None:
-        self._refused, self._error, self._text = _REFUSED[kind]
+        self._kind = kind
 
     def __call__(self, value: Any) -> Any:
-        if type(value) in self._refused:  # exactly: a `Text` is converted
-            raise PydanticCustomError(self._error, self._text)
+        refused, error, text = _REFUSED[self._kind]
+        if type(value) in refused:  # exactly: a `Text` is converted
+            raise PydanticCustomError(error, text)
         return value
 
 
