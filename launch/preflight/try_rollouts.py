@@ -236,7 +236,7 @@ class NotingPolicy:
         self._policy = policy
         self._tokens = tokens
 
-    async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> list[Completion]:
+    async def complete(self, prompt: str | TokenIds, **sampling: Any) -> list[Completion]:
         """See `Policy.complete`."""
         return self._noted(await self._policy.complete(prompt, **sampling))
 

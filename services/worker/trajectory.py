@@ -19,7 +19,7 @@ from rolloutmq.schemas.errors import InvalidGroupError, UsageError
 from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
 from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
-from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
 
 
 class TurnMismatchError(InvalidGroupError):
@@ -74,7 +74,7 @@ class Trajectory:
             names.
     """
 
-    token_ids: Sequence[int] | NDArray[Any]
+    token_ids: TokenIds
     mask: Sequence[bool] | NDArray[Any]
     logprobs: Sequence[float] | NDArray[Any]
     score: float = 0.0
@@ -152,12 +152,17 @@ def check_new(messages: Sequence[ChatMessage] | str) -> None:
     """Check messages that follow a trajectory: a conversation with its answers would be said twice.
 
     Raises:
-        UsageError: They are no list of messages, or one of them is an answer.
+        UsageError: They are no list of messages, there is none, or one of them is an answer.
     """
     if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
         raise UsageError(
             f"messages: must be a list of messages (got {reprlib.repr(messages)}); pass a text as "
             'policy.complete(text, after=...), or as [{"role": "user", "content": text}]'
+        )
+    if not messages:
+        raise UsageError(
+            "messages: with `after`, must have at least one message since its last answer (got none); add the next "
+            "message, or sample on from the answer by policy.complete(sequence.token_ids)"
         )
     if any(message.get("role") == "assistant" for message in messages):
         raise UsageError(
@@ -166,7 +171,7 @@ def check_new(messages: Sequence[ChatMessage] | str) -> None:
         )
 
 
-def continued(after: Trajectory, new: Sequence[int]) -> list[int]:
+def continued(after: Trajectory, new: TokenIds) -> list[int]:
     """Return the tokens of a trajectory and the new ones behind them: the prompt of its next turn.
 
     Raises:
