@@ -59,6 +59,7 @@ from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, i
 from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, number_of
 from rolloutmq.services.orchestrator.worker_logs import WorkerLogs
 from rolloutmq.services.process.child import end_marked, end_strays
+from rolloutmq.services.process.hang_report import hang_of
 from rolloutmq.services.process.identity import find_names, inherited_token, marker_of
 from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.runner import Stop, run_service
@@ -350,7 +351,9 @@ class Orchestrator:
     def _end_hanging(self, heard: Heard) -> None:
         """Kill the workers that hang; they are restarted."""
         ladder, views = term_ladder(self._limits.term_grace_s), self._workers.views()
-        for name, reason in self._hangs.look(heard, self._client.heard_at).items():
+        for name, silence in self._hangs.look(heard, self._client.heard_at).items():
+            hang = hang_of(self._layout, name, heard[name].pid)
+            reason = silence if hang is None else f"{silence}; {hang.text}"
             if views[name].reason != reason and views[name].phase is Phase.RUNNING:
                 logger.warning("worker hangs worker=%s reason=%s", name, reason)
             self._workers.hang(name, ladder, reason)

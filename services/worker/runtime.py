@@ -54,6 +54,7 @@ from rolloutmq.services.worker.rollouts import TRACEBACK_EVERY_S, RateLimitedLog
 from rolloutmq.services.worker.teacher_client import TeacherClient
 from rolloutmq.services.worker.user_code.exits import contain_exits
 from rolloutmq.services.worker.user_code.failures import UserFailure, UserFiles, failure_of, one_line
+from rolloutmq.services.worker.user_code.loop_watch import LoopWatch
 
 logger = logging.getLogger(__name__)
 
@@ -185,8 +186,13 @@ class Worker:
         )
 
     async def _run(self, stop: Stop) -> None:
-        """Run the rollouts with the heartbeat and the stop watcher beside them."""
+        """Run the rollouts, with the watch of the event loop around them."""
         contain_exits(asyncio.get_running_loop())
+        with LoopWatch(self.layout, self.name, self._files, self.section.rollout_timeout_s):
+            await self._watched(stop)
+
+    async def _watched(self, stop: Stop) -> None:
+        """Run the rollouts with the heartbeat and the stop watcher beside them."""
         environment = load_environment(self.env, self.section, self.config.base_dir)
         numbered = self.env in self.config.curriculum
         check_abilities(self.env, self.config.environment[self.env], environment, numbered=numbered)
@@ -270,6 +276,7 @@ class Worker:
             teacher=self._teacher,
             evaluation_seed=self._evaluation_seed if self.section.split == "eval" else None,
             on_failure=self._failed,
+            files=self._files,
         )
         return [producer, *evaluating]
 
@@ -292,6 +299,7 @@ class Worker:
             draining=self._draining,
             evaluation_seed=self._evaluation_seed,
             on_failure=self._failed,
+            files=self._files,
         )
         return [producer]
 
