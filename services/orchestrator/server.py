@@ -59,10 +59,10 @@ from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, i
 from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, number_of
 from rolloutmq.services.orchestrator.worker_logs import WorkerLogs
 from rolloutmq.services.process.child import end_marked, end_strays
-from rolloutmq.services.process.hang_report import hang_of
 from rolloutmq.services.process.identity import find_names, inherited_token, marker_of
 from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.runner import Stop, run_service
+from rolloutmq.services.process.stacks import hang_of
 from rolloutmq.services.programs.command import ProgramCommands
 
 logger = logging.getLogger(__name__)

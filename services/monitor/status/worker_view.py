@@ -20,8 +20,8 @@ from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import SILENT, SILENT_S, WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
-from rolloutmq.services.process.hang_report import hang_of
 from rolloutmq.services.process.identity import boot_id, runs
+from rolloutmq.services.process.stacks import hang_of
 
 ABANDONS_S: Final = 30.0
 """Time before the end of a drain from which its unfinished rollouts are trouble."""

@@ -3,7 +3,7 @@
 A `score` that hangs holds the loop, and with it heartbeats, time-outs and orders: nothing in the loop can tell of it. A
 thread looks at the main thread instead, and writes what it finds to the log and to `hangs/WORKER.json`. While code
 holds the interpreter lock, no thread of Python runs: then `faulthandler` writes the stacks to `hangs/WORKER.stack`.
-Readers of the run directory find both by `services.process.hang_report`; both go once the loop runs again.
+Readers of the run directory find both by `services.process.stacks`; both go once the loop runs again.
 
 Only time that was witnessed counts: a worker that was stopped and goes on held nothing.
 """
@@ -21,7 +21,7 @@ from typing import BinaryIO, Final, Self
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_file
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.files import Hang, RunLayout
-from rolloutmq.services.process.hang_report import header_of
+from rolloutmq.services.process.stacks import header_of
 from rolloutmq.services.worker.user_code.failures import UserFiles, failure_at, frames_of
 
 logger = logging.getLogger(__name__)

@@ -8,6 +8,7 @@ from rolloutmq.schemas.config.run import RunConfig
 
 CLASSES: Final = """
 import asyncio
+import ctypes
 import os
 import signal
 
@@ -297,6 +298,14 @@ class RolloutFaults(Good):
     async def rollout(self, policy, size, rng):
         self.prompt(self.task(rng))
         os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def faulty(task, answer):
+    ctypes.string_at(0)
+
+
+class RaterFaults(Unscored):
+    rewards = Ensemble({"a": faulty})
 
 
 class RaterExits(Unscored):

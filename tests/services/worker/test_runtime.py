@@ -30,8 +30,8 @@ from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
-from rolloutmq.services.process.hang_report import hang_of
 from rolloutmq.services.process.runner import Stop
+from rolloutmq.services.process.stacks import hang_of
 from rolloutmq.services.worker.runtime import Worker, work
 from rolloutmq.services.worker.user_code.failures import UserFailure
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 ENVIRONMENTS = """
 import asyncio
+import os
 import time
 from rolloutmq import SingleTurn, Trajectory
 
@@ -72,6 +73,10 @@ class Stuck(Good):
     def score(self, task, completion):
         while True:
             time.sleep(0.01)
+
+class Ending(Good):
+    def score(self, task, completion):
+        os._exit(0)
 
 class Slow(Good):
     scored = 0  # one answer in four never comes to an end
@@ -646,3 +651,14 @@ async def test_a_score_that_holds_the_event_loop_is_told_while_it_does(staged: S
         assert hang.text in {f"its code is at envs.py:{at}, with task '473'" for at in (line - 1, line)}
         log = (stage.layout.root / "worker.log").read_text()
         assert "environment holds the event loop env=echo held_s=5 at=envs.py:" in log
+
+
+async def test_code_that_ends_its_worker_is_a_failure_with_a_place(staged: Staged) -> None:
+    line = ENVIRONMENTS.splitlines().index("        os._exit(0)") + 1
+    async with staged(entry="envs.py:Ending") as stage, spawned(stage) as process:
+        assert await exit_code(process) == 1
+        error = f"environment ended its worker env=echo error=os._exit(0) ends the process (envs.py:{line})"
+        assert error in (stage.layout.root / "worker.log").read_text().splitlines()[-1]
+        failure = read_json(stage.layout.failure("echo"), UserFailure)
+        assert failure is not None
+        assert "task        '473'" in failure.report

@@ -13,7 +13,7 @@ from typing import Any, Final
 import pytest
 
 from rolloutmq.schemas.files import Hang, RunLayout
-from rolloutmq.services.process.hang_report import hang_of
+from rolloutmq.services.process.stacks import hang_of
 from rolloutmq.services.worker.user_code import loop_watch
 from rolloutmq.services.worker.user_code.failures import UserFiles
 from rolloutmq.services.worker.user_code.loop_watch import LoopWatch

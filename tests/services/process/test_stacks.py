@@ -1,4 +1,4 @@
-"""A reader of the run directory finds what hangs in a worker, whatever is in the files."""
+"""The place of the user's code is found in stacks, and what hangs in a worker in its files, whatever they have."""
 
 from pathlib import Path
 from typing import Final
@@ -6,7 +6,7 @@ from typing import Final
 import pytest
 
 from rolloutmq.schemas.files import Hang, RunLayout
-from rolloutmq.services.process.hang_report import hang_of, header_of
+from rolloutmq.services.process.stacks import fault_in, hang_of, header_of
 
 STACKS: Final = """\
 Timeout (0:00:10)!
@@ -47,3 +47,23 @@ def test_a_worker_that_runs_and_a_damaged_file_tell_nothing(content: bytes, layo
     layout.hang("add-0").write_bytes(content)
     layout.stack("add-0").write_bytes(content)
     assert hang_of(layout, "add-0", 7) is None
+
+
+FAULT: Final = """\
+INFO rater called
+Fatal Python error: Segmentation fault
+Thread 0x00007f03 (most recent call first):
+  File "/home/me/env/sums.py", line 99 in other
+Current thread 0x00007f01 (most recent call first):
+  File "/usr/lib/python3.11/ctypes/__init__.py", line 3 in string_at
+  File "/home/me/env/raters.py", line 3 in order
+Thread 0x00007f02 (most recent call first):
+  File "/home/me/env/sums.py", line 14 in score
+Extension modules: numpy (total: 1)
+"""
+
+
+def test_the_place_of_a_fatal_signal_is_that_of_its_thread() -> None:
+    assert fault_in(FAULT) == "/home/me/env/raters.py:3"
+    assert fault_in(FAULT, Path("/home/me/env")) == "raters.py:3"
+    assert fault_in(FAULT.partition("\n")[0]) == ""
