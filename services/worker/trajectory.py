@@ -10,16 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.errors import InvalidGroupError, UsageError
-from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
+from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, RATERS, Column, Group, numpy_dtype
 from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
 from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
+
+UNSCORED: Final = float("nan")
+"""Score of a trajectory that has none yet; known by its identity."""
 
 
 class TurnMismatchError(InvalidGroupError):
@@ -64,7 +67,7 @@ class Trajectory:
         token_ids: Given and sampled tokens.
         mask: True where the policy sampled the token and is to learn from it.
         logprobs: Log-probability at sampling, in nats; 0 for given tokens.
-        score: Reward, a finite number.
+        score: Reward, a finite number. A rollout must give each of its trajectories one; until then it is NaN.
         oldest, newest: Policy versions of the first and the last sampled token, as completions have them. None: the
             newest version that the worker knew when the rollout began.
         finish_reason: End of the last turn, `stop` or `length`, or any text of the environment.
@@ -77,7 +80,7 @@ class Trajectory:
     token_ids: TokenIds
     mask: Sequence[bool] | NDArray[Any]
     logprobs: Sequence[float] | NDArray[Any]
-    score: float = 0.0
+    score: float = UNSCORED
     oldest: PolicyVersion | None = None
     newest: PolicyVersion | None = None
     finish_reason: str = ""
@@ -89,7 +92,7 @@ class Trajectory:
     def of(
         cls,
         completion: Completion,
-        score: float = 0.0,
+        score: float = UNSCORED,
         messages: Sequence[ChatMessage] | None = None,
     ) -> "Trajectory":
         """Return the trajectory of one prompt and its answer."""
@@ -276,6 +279,12 @@ def _scores(trajectories: Sequence[Trajectory]) -> Column:
 
 def _score(row: int, one: Trajectory) -> float:
     returned: Any = one.score
+    if returned is UNSCORED:
+        raise InvalidGroupError(
+            "scores",
+            f"sequence {row}: has no score; end the trajectory with `.scored(reward)`, or give "
+            "`Trajectory.of(completion, reward)`",
+        )
     try:
         if isinstance(returned, str | bytes | bytearray):
             raise TypeError  # text is no score, even if it reads as a number
@@ -303,8 +312,22 @@ def _further(trajectories: Sequence[Trajectory]) -> dict[str, Column]:
             raise InvalidGroupError("*", why)
     for name in names:
         rows = [one.columns[name] for one in trajectories if one.columns]
+        if name == RATERS:
+            _check_raters(rows)
         if name in OPAQUE_COLUMNS:
             found[name] = Column.opaque(rows)
         else:
             found[name] = Column.build(name, rows, COLUMN_DEPTH.get(name))
     return found
+
+
+def _check_raters(rows: Sequence[Any]) -> None:
+    """Check that all answers of a group have the same raters, in one order: what lacks a rater is no lower score."""
+    names = [[*row] if isinstance(row, Mapping) else [] for row in rows]
+    for row, found in enumerate(names):
+        if found != names[0]:
+            raise InvalidGroupError(
+                RATERS,
+                f"sequences 0 and {row}: have different raters ({', '.join(map(str, names[0]))} and "
+                f"{', '.join(map(str, found))}); give every answer of a group the same ones, in the same order",
+            )
