@@ -223,6 +223,16 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
 
     # Settlement
 
+    def group_ids(self, uids: Iterable[str]) -> list[str]:
+        """Return the ids of the groups of instances that are not settled.
+
+        Raises:
+            UsageError: The bus is not joined.
+            ClosedError: The bus is left.
+        """
+        feed, keys = self.running, list(uids)
+        return self._connection.call(lambda: feed.group_ids(keys))
+
     def settlement(
         self, trained: Iterable[str], filtered: Iterable[str], version: PolicyVersion, *, rest: bool = False
     ) -> "Future[None]":

@@ -23,6 +23,7 @@ from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 from rolloutmq.trainer.integrations.checkpoints import make_durable
+from rolloutmq.trainer.integrations.failed_steps import name_groups_in
 from rolloutmq.trainer.integrations.verl.bridge import current
 from rolloutmq.trainer.integrations.verl.settings import own_arguments
 
@@ -49,6 +50,7 @@ class _Settling:
         trainer = refill_fn.__self__
         own = own_arguments(trainer.config, trainer._resolve_filter_groups_metric(), sampler_kwargs or {})
         super().__init__(refill_fn=refill_fn, sampler_kwargs=sampler_kwargs, **kwargs | own)  # type: ignore[call-arg]
+        name_groups_in(trainer, "step", lambda: (self._step, current().groups_of(self._step)))
 
     def sample(
         self, global_steps: int, partition_id: str, batch_size: int
