@@ -25,16 +25,18 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from skyrl.backends.skyrl_train.utils.io import io
-
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.integrations.checkpoints import make_durable, next_life
+from rolloutmq.trainer.integrations.extras import from_extra
 from rolloutmq.trainer.integrations.failed_steps import naming_groups
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
 from rolloutmq.trainer.integrations.skyrl.rows import why_nothing_came
+
+with from_extra("skyrl"):
+    from skyrl.backends.skyrl_train.utils.io import io
 
 logger = logging.getLogger(__name__)
 
