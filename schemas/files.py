@@ -37,6 +37,7 @@ curriculum.json      progress of each curriculum                        curricul
 curriculum/          state and events of each curriculum                curriculum
 decisions.jsonl      autoscaling decisions, with their inputs           orchestrator
 failures/<environment>.json   last exception of the environment's code, with its frames    each worker
+hangs/<worker>.json, .stack   environment's code that holds the worker's event loop now    each worker
 logs/<name>.log      output of each process; rotated to .log.1, .log.2, ..., newest first
 sockets/             ipc endpoints, mode 0700
 spools/              unacked groups of ended producers                  each producer
@@ -100,6 +101,7 @@ class RunLayout:
         self.curricula = root / "curriculum"
         self.decisions = root / "decisions.jsonl"
         self.failures = root / "failures"
+        self.hangs = root / "hangs"
         self.logs = root / "logs"
         self.sockets = root / "sockets"
         self.spools = root / "spools"
@@ -117,6 +119,14 @@ class RunLayout:
     def failure(self, env: str) -> Path:
         """Return the file with the last exception of an environment's code."""
         return self.failures / f"{env}.json"
+
+    def hang(self, worker: str) -> Path:
+        """Return the file with the code that holds the event loop of a worker now."""
+        return self.hangs / f"{worker}.json"
+
+    def stack(self, worker: str) -> Path:
+        """Return the file with the stacks of a worker whose threads cannot run either."""
+        return self.hangs / f"{worker}.stack"
 
     def log(self, process: str) -> Path:
         """Return the log of a process."""
@@ -317,6 +327,23 @@ class RunHolder(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     since: float
     """Start of the holder, wall-clock seconds."""
+
+
+class Hang(msgspec.Struct, frozen=True, kw_only=True):
+    """`hangs/WORKER.json`: code of an environment that holds the event loop of its worker now."""
+
+    pid: int
+    """Process of the worker."""
+    where: str
+    """File and line of the user's code, `sums.py:14`; empty if none of it runs."""
+    task: str = ""
+    """The task it works on, as text; empty if it is not known."""
+
+    @property
+    def text(self) -> str:
+        """The place and the task, in one line."""
+        task = f", with task {self.task}" if self.task else ""
+        return f"its code is at {self.where}{task}" if self.where else "none of the environment's code runs"
 
 
 class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):

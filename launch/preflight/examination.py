@@ -8,6 +8,7 @@ Runs the user's code; `main` writes each verdict into a file as soon as it is kn
 """
 
 import asyncio
+import faulthandler
 import os
 import sys
 import threading
@@ -20,7 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.launch.preflight.draws import check_rows, draw, draws_alone
-from rolloutmq.launch.preflight.noted_methods import NOTES, Note, NoteFile, note_methods, silent
+from rolloutmq.launch.preflight.noted_methods import FAULTS, NOTES, Note, NoteFile, note_methods, silent
 from rolloutmq.launch.preflight.raters import silent_raters
 from rolloutmq.launch.preflight.scripted import ContextError, is_built, scripted_policy
 from rolloutmq.launch.preflight.standalone import Plan, roll_out
@@ -46,6 +47,7 @@ from rolloutmq.services.worker.user_code.failures import (
     first_error,
 )
 from rolloutmq.services.worker.user_code.methods import MethodError
+from rolloutmq.services.worker.user_code.process_exits import told_exits
 
 ROLLOUTS: Final = 4
 SIZE: Final = 2
@@ -338,6 +340,9 @@ def main(arguments: Sequence[str]) -> int:
     config = RunConfig.model_validate_json(Path(file).read_bytes())
     path = Path(result)
     notes = NoteFile(path.with_name(NOTES))
+    faults = path.with_name(FAULTS).open("wb", buffering=0)
+    faulthandler.enable(faults)
+    files = UserFiles.of(config.base_dir, config.environment.values())
 
     def write(line: Progress | Verdict) -> None:
         with path.open("ab") as output:
@@ -348,12 +353,17 @@ def main(arguments: Sequence[str]) -> int:
             write(verdict)
         os._exit(0)  # the code that took too long may not listen to anything else
 
-    for name in names:
-        write(Progress(env=name))
-        examination = Examination(
-            config, name, rolled=rolled == "all", timeout_s=float(timeout), late=late, note=notes.note
-        )
-        write(examination.verdict())
+    def leaves(failure: UserFailure, status: int) -> int:
+        notes.note(f"{notes.current}, at {failure.where},")
+        return status
+
+    with told_exits(files, leaves):
+        for name in names:
+            write(Progress(env=name))
+            examination = Examination(
+                config, name, rolled=rolled == "all", timeout_s=float(timeout), late=late, note=notes.note
+            )
+            write(examination.verdict())
     return 0
 
 

@@ -21,6 +21,8 @@ METHODS: Final = frozenset(
 )
 NOTES: Final = "notes"
 """Name of the file, beside the result of the trial."""
+FAULTS: Final = "faults"
+"""Name of the file beside it, with the stacks of a process that a fatal signal ended."""
 NOTE_BYTES: Final = 512
 OURS: Final = "rolloutmq."
 """First part of the modules of this package, whose methods are not noted."""
@@ -35,17 +37,21 @@ def silent(_what: str) -> str:
 
 
 class NoteFile:
-    """Notes of a process in a file, which exists for as long as the other process reads it."""
+    """Notes of a process in a file, which exists for as long as the other process reads it.
+
+    Attributes:
+        current: What was noted last.
+    """
 
     def __init__(self, path: Path) -> None:
         path.write_bytes(bytes(NOTE_BYTES))
         with path.open("r+b") as file:
             self._map = mmap.mmap(file.fileno(), NOTE_BYTES)
-        self._noted = ""
+        self.current = ""
 
     def note(self, what: str) -> str:
         """Note what begins now; return what was noted before."""
-        before, self._noted = self._noted, what
+        before, self.current = self.current, what
         self._map[:] = what.encode(errors="replace")[:NOTE_BYTES].ljust(NOTE_BYTES, b"\0")
         return before
 

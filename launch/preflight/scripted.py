@@ -88,7 +88,7 @@ class CharacterPolicy(ScriptedPolicy):
 
     async def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | TokenIds,
         *,
         after: Trajectory | None = None,
         n: int = 1,

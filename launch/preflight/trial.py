@@ -20,13 +20,14 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.launch.preflight.noted_methods import NOTES, noted
+from rolloutmq.launch.preflight.noted_methods import FAULTS, NOTES, noted
 from rolloutmq.launch.preflight.trial_directory import trial_directory
 from rolloutmq.launch.preflight.verdicts import Problem, Progress, Verdict
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.process import ProcessSpec, Role, python_command
 from rolloutmq.services.process.child import KILL_WAIT_S, Process, spawn
 from rolloutmq.services.process.logbook import last_line
+from rolloutmq.services.process.stacks import fault_in
 
 TIMEOUT_S: Final = 60.0
 """Time-out of each environment, in seconds: its modules may import torch."""
@@ -104,7 +105,7 @@ class _Trial:
             ended = self._ended(spawn(spec, directory.name), result)
             found = _verdicts(result)
             if len(found) < len(self._names) and not _ends_with_verdict(result):
-                at = noted(result.with_name(NOTES))
+                at = self._place(result)
                 found.append(self._lost(self._names[len(found)], at, ended, last_line(log)))
         return found
 
@@ -133,6 +134,13 @@ class _Trial:
             ended = process.poll()
             process.close()
         return how or str(ended)
+
+    def _place(self, result: Path) -> str:
+        """Return what the process did last, with the place if a fatal signal ended it there."""
+        at, faults = noted(result.with_name(NOTES)), result.with_name(FAULTS)
+        text = faults.read_text(errors="replace") if faults.exists() else ""
+        place = fault_in(text, self._config.base_dir.resolve())
+        return f"{at}, at {place}," if at and place else at
 
     def _lost(self, name: str, at: str, ended: str, last: str) -> Verdict:
         """Return the verdict on an environment that ended the process or took too long; `at` is what it did last."""

@@ -8,6 +8,7 @@ Exit codes: 0 every rollout gave a group, 1 one failed, 2 invalid configuration 
 """
 
 import asyncio
+import faulthandler
 import json
 import logging
 import random
@@ -55,6 +56,7 @@ from rolloutmq.services.worker.user_code.failures import (
     failure_of,
     first_error,
 )
+from rolloutmq.services.worker.user_code.process_exits import told_exits
 
 if TYPE_CHECKING:
     from rolloutmq.services.inference.tiny.local import LocalServer
@@ -103,7 +105,15 @@ def try_rollouts(config: RunConfig, env: str, options: TryOptions) -> int:
     name = _chosen(config, env)
     files = UserFiles.of(config.base_dir, [config.environment[name]])
     output = sys.stdout
-    with _quiet(), _interruptible(), Watch(files, _tell) as watch, _apart(options):
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)
+    with (
+        _quiet(),
+        _interruptible(),
+        told_exits(files, _leaves),
+        Watch(files, _tell) as watch,
+        _apart(options),
+    ):
         watch.begin(f"loads environment {name}")
         environment = _loaded(config, name, files)
         watch.begin("makes the policy")
@@ -201,6 +211,13 @@ def _tell(text: str) -> None:
     sys.stderr.flush()
 
 
+def _leaves(failure: UserFailure, status: int) -> int:
+    """Tell of code that ends this process; return an exit code that says so."""
+    sys.stdout.flush()  # nobody else will
+    _tell(f"FAILED: {printable(failure.headline)}\n\n{indent(failure.report, '    ')}")
+    return status or EXIT_FAILED
+
+
 class Tokens:
     """Texts of tokens: those of a tokenizer here, or those that the server elsewhere has named so far.
 
@@ -236,7 +253,7 @@ class NotingPolicy:
         self._policy = policy
         self._tokens = tokens
 
-    async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> list[Completion]:
+    async def complete(self, prompt: str | TokenIds, **sampling: Any) -> list[Completion]:
         """See `Policy.complete`."""
         return self._noted(await self._policy.complete(prompt, **sampling))
 

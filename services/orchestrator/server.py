@@ -62,6 +62,7 @@ from rolloutmq.services.process.child import end_marked, end_strays
 from rolloutmq.services.process.identity import find_names, inherited_token, marker_of
 from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.runner import Stop, run_service
+from rolloutmq.services.process.stacks import hang_of
 from rolloutmq.services.programs.command import ProgramCommands
 
 logger = logging.getLogger(__name__)
@@ -350,7 +351,9 @@ class Orchestrator:
     def _end_hanging(self, heard: Heard) -> None:
         """Kill the workers that hang; they are restarted."""
         ladder, views = term_ladder(self._limits.term_grace_s), self._workers.views()
-        for name, reason in self._hangs.look(heard, self._client.heard_at).items():
+        for name, silence in self._hangs.look(heard, self._client.heard_at).items():
+            hang = hang_of(self._layout, name, heard[name].pid)
+            reason = silence if hang is None else f"{silence}; {hang.text}"
             if views[name].reason != reason and views[name].phase is Phase.RUNNING:
                 logger.warning("worker hangs worker=%s reason=%s", name, reason)
             self._workers.hang(name, ladder, reason)

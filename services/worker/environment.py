@@ -34,13 +34,13 @@ from inspect import isawaitable
 from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from rolloutmq.schemas.errors import UsageError
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion
+from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 from rolloutmq.services.worker.user_code.methods import check_score, prompt_of, sampling_of
 
 Task = TypeVar("Task")
-Prompt = str | Sequence[int] | Sequence[ChatMessage]
+Prompt = str | TokenIds | Sequence[ChatMessage]
 """Text, token ids, or the messages of a conversation."""
 
 

@@ -25,7 +25,7 @@ class Policy(Protocol):
 
     async def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | TokenIds,
         *,
         after: Trajectory | None = None,
         n: int = 1,
@@ -164,7 +164,7 @@ class GreedyPolicy(_WrappedPolicy):
 
     async def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | TokenIds,
         *,
         after: Trajectory | None = None,
         n: int = 1,
@@ -214,7 +214,7 @@ class CountingPolicy(_WrappedPolicy):
 
     async def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | TokenIds,
         *,
         after: Trajectory | None = None,
         n: int = 1,

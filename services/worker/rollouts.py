@@ -44,7 +44,7 @@ from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.group_members import GroupMembers, drawn
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
 from rolloutmq.services.worker.trajectory import TurnMismatchError, group_of
-from rolloutmq.services.worker.user_code.failures import first_error, one_line
+from rolloutmq.services.worker.user_code.failures import UserFiles, failure_of, first_error, one_line
 
 logger = logging.getLogger(__name__)
 
@@ -139,11 +139,12 @@ class Rollouts:
         teacher: Teacher | None = None,
         evaluation_seed: int | None = None,
         on_failure: OnFailure | None = None,
+        files: UserFiles | None = None,
     ) -> None:
         """Prepare the slots.
 
         `evaluation_seed` makes them answer the tasks of an evaluation, seeded with it. `on_failure` is called for each
-        failed rollout.
+        failed rollout. `files` tell the user's frames, for the place of a rollout that took too long.
         """
         self.worker = worker
         self.env = worker.rpartition("-")[0] or worker
@@ -155,6 +156,7 @@ class Rollouts:
         self._draining = draining
         self._teacher = teacher
         self._on_failure = on_failure
+        self._files = files
         self._evaluates = evaluation_seed is not None
         self._seed = f"evaluation {evaluation_seed}" if self._evaluates else str(seed)
         self._clock = clock
@@ -274,7 +276,7 @@ class Rollouts:
                 raise
             self._failed(attempt, error, "the environment cancelled its own task")
         except TimeoutError as error:
-            late = attempt.ended or f"took longer than rollout_timeout_s ({limit_s:g} s)"
+            late = attempt.ended or self._late(error)
             self._failed(attempt, error, late if timer.expired() else one_line(error))
         except GeneratorExit:
             raise
@@ -282,6 +284,14 @@ class Rollouts:
             await self._name_tokens(error)
             self._failed(attempt, error, one_line(error))
         return None
+
+    def _late(self, error: TimeoutError) -> str:
+        """Say that a rollout took too long, and where its code and its task were."""
+        text = f"took longer than rollout_timeout_s ({self.config.rollout_timeout_s:g} s)"
+        failure = None if self._files is None else failure_of(error, self._files)
+        if failure is None or not failure.where:
+            return text
+        return f"{text}, at {failure.where}{f' with task {failure.task}' if failure.task else ''}"
 
     async def _name_tokens(self, error: BaseException) -> None:
         """Add the texts of the tokens to an error about turns that do not continue each other, if a server answers."""

@@ -54,6 +54,8 @@ from rolloutmq.services.worker.rollouts import TRACEBACK_EVERY_S, RateLimitedLog
 from rolloutmq.services.worker.teacher_client import TeacherClient
 from rolloutmq.services.worker.user_code.exits import contain_exits
 from rolloutmq.services.worker.user_code.failures import UserFailure, UserFiles, failure_of, one_line
+from rolloutmq.services.worker.user_code.loop_watch import LoopWatch
+from rolloutmq.services.worker.user_code.process_exits import told_exits
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,8 @@ PATIENCE: Final = 0.9
 """Fraction of `rollout_timeout_s` to wait for the policy, so that the rollout can report the reason."""
 DELIVERY_S: Final = 60.0
 """Seconds that a task's lease exceeds `rollout_timeout_s`: its group may have to wait for credits."""
+FAILURE: Final = 1
+"""Exit code in place of 0, if the environment's code ended the worker by `os._exit`."""
 LAST_FLUSH_S: Final = 1.0
 """Seconds for delivery even if finishing the rollouts took the whole deadline."""
 
@@ -185,8 +189,14 @@ class Worker:
         )
 
     async def _run(self, stop: Stop) -> None:
-        """Run the rollouts with the heartbeat and the stop watcher beside them."""
+        """Run the rollouts, with the watch of the event loop around them."""
         contain_exits(asyncio.get_running_loop())
+        watch = LoopWatch(self.layout, self.name, self._files, self.section.rollout_timeout_s)
+        with told_exits(self._files, self._leaves), watch:
+            await self._watched(stop)
+
+    async def _watched(self, stop: Stop) -> None:
+        """Run the rollouts with the heartbeat and the stop watcher beside them."""
         environment = load_environment(self.env, self.section, self.config.base_dir)
         numbered = self.env in self.config.curriculum
         check_abilities(self.env, self.config.environment[self.env], environment, numbered=numbered)
@@ -210,6 +220,12 @@ class Worker:
         """Keep the report of a failed rollout, one in a while: a broken environment fails a thousand times a second."""
         if self._failures.due(time.monotonic()) is not None:
             self._keep(failure_of(error, self._files, why))
+
+    def _leaves(self, failure: UserFailure, status: int) -> int:
+        """Keep the report of code that ends this process, which is a failure whatever its exit code is."""
+        self._keep(failure)
+        logger.error("environment ended its worker env=%s error=%s", self.env, failure.headline)
+        return status or FAILURE
 
     def _keep(self, failure: UserFailure) -> None:
         """Leave a report for the end of the run."""
@@ -270,6 +286,7 @@ class Worker:
             teacher=self._teacher,
             evaluation_seed=self._evaluation_seed if self.section.split == "eval" else None,
             on_failure=self._failed,
+            files=self._files,
         )
         return [producer, *evaluating]
 
@@ -292,6 +309,7 @@ class Worker:
             draining=self._draining,
             evaluation_seed=self._evaluation_seed,
             on_failure=self._failed,
+            files=self._files,
         )
         return [producer]
 

@@ -19,6 +19,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
+import numpy as np
+
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -114,7 +116,12 @@ class ScriptedPolicy:
     """
 
     def __init__(self, answers: Script, version: PolicyVersion = PolicyVersion()) -> None:
-        """Take a script. UsageError if it is empty or has an entry of another type; the error names the entry."""
+        """Take a script.
+
+        Raises:
+            UsageError: It is empty, has an entry of another type, or a key that is no regular expression. The error
+                names the entry.
+        """
         for entry, scripted in _entries(answers):
             _check_answer(entry, scripted)
         self._answers = answers
@@ -125,7 +132,7 @@ class ScriptedPolicy:
 
     async def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | TokenIds,
         *,
         after: Trajectory | None = None,
         n: int = 1,
@@ -139,7 +146,7 @@ class ScriptedPolicy:
             UsageError: A function of the script returned no answer, `n` or `max_tokens` is no positive integer, or a
                 token is no code point.
         """
-        new = await self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        new = await self.tokenize(prompt) if isinstance(prompt, str) else _plain(prompt)
         ids = new if after is None else continued(after, new)
         return await self._sampled(ids, None, n, max_tokens, temperature, stop)
 
@@ -268,6 +275,7 @@ def _entries(script: Script) -> Iterator[tuple[str, Any]]:
     """Yield the answers that a script has without a call, each with the entry that errors name."""
     if isinstance(script, Mapping):
         for pattern, scripted in script.items():
+            _check_pattern(pattern)
             if not callable(scripted):
                 yield f"script[{pattern!r}]", scripted
     elif isinstance(script, Sequence) and not isinstance(script, str):
@@ -279,6 +287,16 @@ def _entries(script: Script) -> Iterator[tuple[str, Any]]:
         yield "script", script
 
 
+def _check_pattern(pattern: Any) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise UsageError(
+            f"script: key {pattern!r:.{SHOWN_CHARS}} must be a regular expression ({error}); "
+            "write re.escape(...) around a literal text"
+        ) from None
+
+
 def _check_answer(entry: str, scripted: Any) -> Scripted:
     """Return an answer; UsageError that names its entry if it is of another type."""
     if isinstance(scripted, str | Answer | Exception):
@@ -287,6 +305,11 @@ def _check_answer(entry: str, scripted: Any) -> Scripted:
         f"{entry}: must give a text, an Answer or an exception (got {_shown(scripted)}); "
         "write str(...) around a number"
     )
+
+
+def _plain(ids: TokenIds) -> list[int]:
+    """Return token ids as a list, those of an array as plain integers."""
+    return ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
 
 
 def _check_count(key: str, value: Any) -> None:

@@ -10,16 +10,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import isfinite
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.errors import InvalidGroupError, UsageError
-from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, Column, Group, numpy_dtype
+from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, RATERS, Column, Group, numpy_dtype
 from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
-from rolloutmq.services.worker.completion import ChatMessage, Completion
+from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
+
+UNSCORED: Final = float("nan")
+"""Score of a trajectory that has none yet; known by its identity."""
 
 
 class TurnMismatchError(InvalidGroupError):
@@ -64,7 +67,7 @@ class Trajectory:
         token_ids: Given and sampled tokens.
         mask: True where the policy sampled the token and is to learn from it.
         logprobs: Log-probability at sampling, in nats; 0 for given tokens.
-        score: Reward, a finite number.
+        score: Reward, a finite number. A rollout must give each of its trajectories one; until then it is NaN.
         oldest, newest: Policy versions of the first and the last sampled token, as completions have them. None: the
             newest version that the worker knew when the rollout began.
         finish_reason: End of the last turn, `stop` or `length`, or any text of the environment.
@@ -74,10 +77,10 @@ class Trajectory:
             names.
     """
 
-    token_ids: Sequence[int] | NDArray[Any]
+    token_ids: TokenIds
     mask: Sequence[bool] | NDArray[Any]
     logprobs: Sequence[float] | NDArray[Any]
-    score: float = 0.0
+    score: float = UNSCORED
     oldest: PolicyVersion | None = None
     newest: PolicyVersion | None = None
     finish_reason: str = ""
@@ -89,7 +92,7 @@ class Trajectory:
     def of(
         cls,
         completion: Completion,
-        score: float = 0.0,
+        score: float = UNSCORED,
         messages: Sequence[ChatMessage] | None = None,
     ) -> "Trajectory":
         """Return the trajectory of one prompt and its answer."""
@@ -152,12 +155,17 @@ def check_new(messages: Sequence[ChatMessage] | str) -> None:
     """Check messages that follow a trajectory: a conversation with its answers would be said twice.
 
     Raises:
-        UsageError: They are no list of messages, or one of them is an answer.
+        UsageError: They are no list of messages, there is none, or one of them is an answer.
     """
     if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
         raise UsageError(
             f"messages: must be a list of messages (got {reprlib.repr(messages)}); pass a text as "
             'policy.complete(text, after=...), or as [{"role": "user", "content": text}]'
+        )
+    if not messages:
+        raise UsageError(
+            "messages: with `after`, must have at least one message since its last answer (got none); add the next "
+            "message, or sample on from the answer by policy.complete(sequence.token_ids)"
         )
     if any(message.get("role") == "assistant" for message in messages):
         raise UsageError(
@@ -166,7 +174,7 @@ def check_new(messages: Sequence[ChatMessage] | str) -> None:
         )
 
 
-def continued(after: Trajectory, new: Sequence[int]) -> list[int]:
+def continued(after: Trajectory, new: TokenIds) -> list[int]:
     """Return the tokens of a trajectory and the new ones behind them: the prompt of its next turn.
 
     Raises:
@@ -271,6 +279,12 @@ def _scores(trajectories: Sequence[Trajectory]) -> Column:
 
 def _score(row: int, one: Trajectory) -> float:
     returned: Any = one.score
+    if returned is UNSCORED:
+        raise InvalidGroupError(
+            "scores",
+            f"sequence {row}: has no score; end the trajectory with `.scored(reward)`, or give "
+            "`Trajectory.of(completion, reward)`",
+        )
     try:
         if isinstance(returned, str | bytes | bytearray):
             raise TypeError  # text is no score, even if it reads as a number
@@ -298,8 +312,22 @@ def _further(trajectories: Sequence[Trajectory]) -> dict[str, Column]:
             raise InvalidGroupError("*", why)
     for name in names:
         rows = [one.columns[name] for one in trajectories if one.columns]
+        if name == RATERS:
+            _check_raters(rows)
         if name in OPAQUE_COLUMNS:
             found[name] = Column.opaque(rows)
         else:
             found[name] = Column.build(name, rows, COLUMN_DEPTH.get(name))
     return found
+
+
+def _check_raters(rows: Sequence[Any]) -> None:
+    """Check that all answers of a group have the same raters, in one order: what lacks a rater is no lower score."""
+    names = [[*row] if isinstance(row, Mapping) else [] for row in rows]
+    for row, found in enumerate(names):
+        if found != names[0]:
+            raise InvalidGroupError(
+                RATERS,
+                f"sequences 0 and {row}: have different raters ({', '.join(map(str, names[0]))} and "
+                f"{', '.join(map(str, found))}); give every answer of a group the same ones, in the same order",
+            )

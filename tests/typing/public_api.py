@@ -188,6 +188,8 @@ class TwoTurns:
 async def turns(policy: Policy) -> None:
     (first,) = await policy.complete(await policy.render([{"role": "user", "content": "q"}], tools=[]))
     sequence = Trajectory.of(first)
+    assert_type(await policy.complete("a", after=sequence), list[Completion])
+    assert_type(await policy.complete(sequence.token_ids), list[Completion])
     assert_type(await policy.detokenize(sequence.token_ids), str)
     assert_type(await policy.tokenize("a"), list[int])
     assert_type(await policy.chat([{"role": "tool", "content": "7"}], after=sequence), list[Completion])

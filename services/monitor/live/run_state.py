@@ -4,6 +4,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from typing import Final
 
+import msgspec
+
 from rolloutmq.bus.engine_registry import SILENT_S, engine_number
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Supervision, Target
@@ -94,6 +96,8 @@ class RunState:
         """Whether no launcher starts the trainer."""
         self.unserved = ""
         """Reason why no inference server can sample, see `waits.unserved`; read from files, too."""
+        self.hangs: Mapping[str, str] = {}
+        """What holds the event loop of silent workers, by worker; read from files, too."""
         self.left_out = ""
         """Points of the evaluation that were left out, why, and what to set; read from a file, too."""
         self.notice = ""
@@ -280,7 +284,8 @@ class RunState:
     def crew(self, now: float) -> list[WorkerRow]:
         """Return the workers, orchestrator and broker views joined; `now` is CLOCK_MONOTONIC."""
         heard = self.pressure.workers if self.pressure is not None else ()
-        return joined(self.supervision, heard, now)
+        rows = joined(self.supervision, heard, now)
+        return [msgspec.structs.replace(row, hang=self.hangs.get(row.worker, "")) for row in rows]
 
     def counts(self, now: float) -> Counter[str]:
         """Return the number of workers in each state but `gone`; `now` is CLOCK_MONOTONIC."""

@@ -33,7 +33,7 @@ from rolloutmq.services.monitor.report.evaluation import Evaluations
 from rolloutmq.services.monitor.report.history import read_history
 from rolloutmq.services.monitor.status import record_view, waits
 from rolloutmq.services.monitor.status.orchestrator_view import problem
-from rolloutmq.services.monitor.status.worker_view import supervision_of
+from rolloutmq.services.monitor.status.worker_view import supervision_of, with_hangs
 from rolloutmq.services.monitor.text.exit_codes import (
     FAILED,
     USAGE,
@@ -202,6 +202,7 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
                 live.board.record = record_view.problem(layout, now, wall)
                 live.board.outside = waits.outside(layout)
                 live.board.unserved = waits.unserved(layout)
+                live.board.hangs = {row.worker: row.hang for row in with_hangs(live.board.crew(now), layout)}
                 live.board.left_out = Evaluations.read(layout).left_out.text()
                 look_at = time.monotonic() + LOOK_S
             event = await feed.next(max(0.0, refresh_at - time.monotonic()))

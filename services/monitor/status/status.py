@@ -43,6 +43,7 @@ from rolloutmq.services.monitor.status.worker_view import (
     slots_of,
     supervision_of,
     trouble_text,
+    with_hangs,
 )
 from rolloutmq.services.monitor.text import figures, format
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
@@ -126,7 +127,7 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
     known, book = supervision_of(layout), read_gpus(layout)
     heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
-    crew = joined(known, reply.pressure.workers, now, slots_of(layout))
+    crew = with_hangs(joined(known, reply.pressure.workers, now, slots_of(layout)), layout)
     has_workers = known is not None or _configures_workers(layout)
     also = RunDetails(
         crew,

@@ -1,5 +1,5 @@
-"""The workers of a run: a join of the orchestrator's and the broker's view. Pure, except for reading one file
-and the pids of this host.
+"""The workers of a run: a join of the orchestrator's and the broker's view. Pure, except for reading files of the run
+directory and the pids of this host.
 
 The orchestrator knows the process: phase, reason of a failure, next start, last log lines. The broker knows the work:
 running rollouts, produced groups, silence. Only the orchestrator knows a worker it has given up. Only the broker knows
@@ -21,6 +21,7 @@ from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import SILENT, SILENT_S, WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.identity import boot_id, runs
+from rolloutmq.services.process.stacks import hang_of
 
 ABANDONS_S: Final = 30.0
 """Time before the end of a drain from which its unfinished rollouts are trouble."""
@@ -45,6 +46,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         next_start_s: Seconds until its next start, or until a given-up worker is replaced.
         reason: Why it is not up, or its last error.
         ends_s: Seconds until its drain ends, which abandons unfinished rollouts.
+        hang: What holds its event loop while it is silent; empty if nothing is known.
     """
 
     worker: str
@@ -64,6 +66,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
     last_lines: tuple[str, ...] = ()
     ends_s: float | None = None
+    hang: str = ""
 
     @property
     def is_unwell(self) -> bool:
@@ -149,6 +152,16 @@ def joined(
     return sorted(rows, key=lambda row: by_number(row.worker))
 
 
+def with_hangs(rows: Iterable[WorkerRow], layout: RunLayout) -> list[WorkerRow]:
+    """Return the rows; those of silent workers with what holds their event loop, as the run directory says."""
+    return [msgspec.structs.replace(row, hang=_hang(row, layout)) for row in rows]
+
+
+def _hang(row: WorkerRow, layout: RunLayout) -> str:
+    hang = hang_of(layout, row.worker, row.pid) if row.is_silent else None
+    return "" if hang is None else printable(hang.text)
+
+
 def fields(known: Supervision | None, rows: Sequence[WorkerRow]) -> dict[str, Any]:
     """Return workers and targets as JSON objects."""
     return {
@@ -165,7 +178,7 @@ def target_text(target: Target) -> str:
 def trouble_text(row: WorkerRow) -> str:
     """Return the trouble of a worker as one line."""
     if row.state not in _UNWELL and not row.starts_again and row.is_silent:
-        return f"silent for {row.silent_s or 0.0:.0f} s"
+        return f"silent for {row.silent_s or 0.0:.0f} s{f': {row.hang}' if row.hang else ''}"
     if row.abandons:
         return (
             f"draining for {row.phase_s or 0.0:.0f} s; {row.in_hand} rollouts are abandoned within "

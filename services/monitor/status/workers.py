@@ -24,6 +24,7 @@ from rolloutmq.services.monitor.status.worker_view import (
     supervision_of,
     target_text,
     trouble_text,
+    with_hangs,
 )
 from rolloutmq.services.monitor.text import format
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
@@ -56,7 +57,7 @@ def workers(where: Path, as_json: bool) -> int:
         return complain(fate.say(layout), FAILED)
     heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
-    rows = joined(known, heard, now, slots_of(layout))
+    rows = with_hangs(joined(known, heard, now, slots_of(layout)), layout)
     over = (
         [fate.say(layout)]
         if fate.life in {RunLiveness.ENDED, RunLiveness.DEAD} and not fate.elsewhere

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import msgspec
 
@@ -38,10 +38,13 @@ from rolloutmq.services.orchestrator.supervision.core import (
     SupervisorCore,
 )
 from rolloutmq.services.process.child import Process, adopt, end_marked, spawn
-from rolloutmq.services.process.logbook import last_line
+from rolloutmq.services.process.logbook import last_line, last_lines
+from rolloutmq.services.process.stacks import fault_in
 
 logger = logging.getLogger(__name__)
 
+FAULT_LINES: Final = 1000
+"""Most lines of a log in which the stacks of a fatal signal are looked for."""
 Drain = Callable[[str, str], None]
 """Called with name and reason to drain a process over the bus; must not block."""
 Change = Callable[[ProcessView], None]
@@ -272,12 +275,18 @@ class Supervisor:
         why = str(found)
         if found.code is not None and found.code > 0 and (line := self._last_line(name)):
             why = f"{found}: {line}"
+        elif found.code is not None and found.code < 0 and (place := self._fault(name)):
+            why = f"{found} at {place}"
         logger.info("ended name=%s pid=%d how=%s", name, process.identity.pid, found)
         self._core.exited(name, found.code, why, time.monotonic())
         self._advance()
 
     def _last_line(self, name: str) -> str:
         return last_line(Path(self._specs[name].log))
+
+    def _fault(self, name: str) -> str:
+        """Return the place of the user's code at a fatal signal, from the end of the log."""
+        return fault_in("\n".join(last_lines(Path(self._specs[name].log), FAULT_LINES)))
 
     def _let_go(self, process: Process) -> None:
         self._loop.remove_reader(process.fileno())

@@ -114,7 +114,7 @@ class OpenAIPolicy:
 
     async def complete(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | TokenIds,
         *,
         after: Trajectory | None = None,
         n: int = 1,

@@ -154,7 +154,7 @@ _models: Final = msgspec.json.Decoder(_Models)
 _encode: Final = msgspec.json.Encoder().encode
 
 
-def text_request(model: str, prompt: str | Sequence[int], **sampling: Any) -> bytes:
+def text_request(model: str, prompt: str | TokenIds, **sampling: Any) -> bytes:
     """Encode the body of `/v1/completions`."""
     given = prompt if isinstance(prompt, str) else list(map(int, prompt))
     return _encode({"model": model, "prompt": given, "logprobs": 0, **BEYOND, **sampling})

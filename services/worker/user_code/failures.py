@@ -63,11 +63,13 @@ class UserFailure(msgspec.Struct, frozen=True, kw_only=True):
         error: Its type and message, in one line.
         where: File and line of the user's code, `sums.py:14`; empty if there is none.
         report: Frames, task, prompt and completion, in lines.
+        task: The task, as text; empty if it is not known.
     """
 
     error: str
     where: str = ""
     report: str = ""
+    task: str = ""
 
     @property
     def headline(self) -> str:
@@ -261,10 +263,16 @@ def _failure(
     if shown and stack[-1] is not shown[-1] and not _is_ours(stack[-1].code.co_filename):
         lines += stack[-1].told(files)  # the library that raised
     lines += [f"E   {line}" for text in ending for line in text.splitlines()]
-    values = [f"{name:<11} {value}" for name, value in _values(stack, files)]
+    told = dict(_values(stack, files))
+    values = [f"{name:<11} {value}" for name, value in told.items()]
     report = "\n".join([*lines, *(["", *values] if values else [])])
     place = where or (shown[-1].place(files) if shown else "")
-    return UserFailure(error=error, where=place, report=printable_lines(without_secrets(report)))
+    return UserFailure(
+        error=error,
+        where=place,
+        report=printable_lines(without_secrets(report)),
+        task=without_secrets(told.get("task", "")),
+    )
 
 
 def _ending(error: BaseException) -> list[str]:

@@ -81,6 +81,12 @@ class VerifiersEnvironment(RowEnvironment[Row]):
                 f"must be 0 for {config.verifiers}, whose rewards compare the sequences of a whole group "
                 f"(got {config.group_deadline_s:g})",
             )
+        if not getattr(theirs, "score_rollouts", True):
+            raise ConfigError(
+                f"{section}.verifiers",
+                f"{config.verifiers} does not score its rollouts (got score_rollouts = False), so every score would be "
+                "0; set it to True",
+            )
         if config.split == "train" and _has_evaluation_data_alone(theirs):
             raise ConfigError(
                 f"{section}.split",

@@ -52,7 +52,7 @@ class Numbered:
     """A class of one's own, with neither `rollout_task` nor `rollout_at`: a curriculum needs no more."""
 
     async def rollout(self, policy: Policy, size: int, rng: random.Random) -> list[Trajectory]:
-        return [Trajectory.of(one) for one in await policy.complete(str(rng.random()), n=size)]
+        return [Trajectory.of(one, 0.0) for one in await policy.complete(str(rng.random()), n=size)]
 
 
 @pytest.mark.parametrize("sections", [{"curriculum": {"e": {}}}, {}])

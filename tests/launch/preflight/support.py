@@ -8,6 +8,7 @@ from rolloutmq.schemas.config.run import RunConfig
 
 CLASSES: Final = """
 import asyncio
+import ctypes
 import os
 import signal
 
@@ -65,7 +66,7 @@ class Retold(Plus):
 
     async def rollout(self, policy, size, rng):
         turns = [await self.member(policy, None, rng) for _ in range(size)]
-        return [Trajectory.of(one).then(two) for one, two in turns]
+        return [Trajectory.of(one, 0.0).then(two) for one, two in turns]
 
 
 class Continued(Retold):
@@ -299,6 +300,14 @@ class RolloutFaults(Good):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
+def faulty(task, answer):
+    ctypes.string_at(0)
+
+
+class RaterFaults(Unscored):
+    rewards = Ensemble({"a": faulty})
+
+
 class RaterExits(Unscored):
     rewards = Ensemble({"a": lambda task, answer: os._exit(3)})
 
@@ -366,7 +375,7 @@ class Retokenized(Good):
     async def rollout(self, policy, size, rng):
         (first,) = await policy.complete("1=", max_tokens=30)
         (second,) = await policy.complete(f"1={first.text}=", max_tokens=3)
-        return [Trajectory.of(first).then(second)] * size
+        return [Trajectory.of(first, 0.0).then(second)] * size
 
 
 class Unentered(Good):

@@ -40,8 +40,9 @@ def test_one_that_ends_the_process_or_hangs_hides_no_other(base_dir: Path) -> No
     )
     left, hung, spun, good = found
     assert left.failures[0].error.path == "environment.leaving"
-    assert left.failures[0].problem == (
-        "loading tried.py:Leaving ended the process: exit code 7; it would end its workers, too"
+    assert re.fullmatch(
+        r"loading tried\.py:Leaving, at tried\.py:\d+, ended the process: exit code 7; it would end its workers, too",
+        left.failures[0].problem,
     )
     assert re.match(
         r"loading it and drawing tasks took longer than 5 s, at tried\.py:\d+; raise --timeout",
@@ -57,22 +58,29 @@ def test_one_that_ends_the_process_or_hangs_hides_no_other(base_dir: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "ended"),
+    ("kind", "method", "line", "ended"),
     [
-        ("ScoreExits", "score", "exit code 0"),
-        ("PromptKills", "prompt", "killed by SIGKILL"),
-        ("RolloutFaults", "rollout", "killed by SIGSEGV"),
-        ("RaterExits", "", "exit code 3"),
+        ("ScoreExits", "score", "os._exit(0)", "exit code 0"),
+        ("PromptKills", "prompt", "", "killed by SIGKILL"),
+        ("RolloutFaults", "rollout", "os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
+        ("RaterExits", "", 'rewards = Ensemble({"a": lambda task, answer: os._exit(3)})', "exit code 3"),
+        ("RaterFaults", "", "ctypes.string_at(0)", "killed by SIGSEGV"),
     ],
 )
-def test_the_method_that_ended_the_process_is_named(
-    kind: str, method: str, ended: str, base_dir: Path
+def test_the_line_and_the_method_that_ended_the_process_are_named(
+    kind: str, method: str, line: str, ended: str, base_dir: Path
 ) -> None:
     (found,) = try_environments(config(base_dir, kind))
     what = rf"`{kind}\.{method}` \(tried\.py:\d+\)" if method else "its scripted rollouts"
+    place = rf", at tried\.py:{_number(line)}," if line else ""
     assert re.fullmatch(
-        rf"{what} ended the process: {ended}; it would end its workers, too", found.failures[0].problem
+        rf"{what}{place} ended the process: {ended}; it would end its workers, too", found.failures[0].problem
     )
+
+
+def _number(line: str) -> int:
+    """Return the number of a line of the classes."""
+    return next(number for number, one in enumerate(CLASSES.splitlines(), 1) if one.strip() == line)
 
 
 def test_one_that_cannot_be_interrupted_is_ended(base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

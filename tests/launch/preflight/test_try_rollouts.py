@@ -311,6 +311,28 @@ def test_an_interrupt_says_where_the_code_was(kind: str, base_dir: Path) -> None
     assert "Traceback" not in told
 
 
+@pytest.mark.parametrize(
+    ("kind", "line", "code", "told"),
+    [
+        ("ScoreExits", "os._exit(0)", 1, r"^FAILED: os\._exit\(0\) ends the process \(tried\.py:{}\)$"),
+        (
+            "RaterFaults",
+            "ctypes.string_at(0)",
+            -signal.SIGSEGV,
+            r'^  File "/.*/tried\.py", line {} in faulty$',
+        ),
+    ],
+)
+def test_code_that_ends_the_process_is_told(
+    kind: str, line: str, code: int, told: str, base_dir: Path
+) -> None:
+    number = next(at for at, one in enumerate(CLASSES.splitlines(), 1) if one.strip() == line)
+    argv = command(base_dir, kind, "--size", "1")
+    ended = subprocess.run(argv, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert ended.returncode == code
+    assert re.search(told.format(number), ended.stderr, re.MULTILINE), ended.stderr
+
+
 def _killing(process: "subprocess.Popen[Any]") -> threading.Timer:
     timer = threading.Timer(LIMIT_S, process.kill)
     timer.daemon = True

@@ -20,7 +20,7 @@ from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RunDirInUseError, WorkersFailedError
-from rolloutmq.schemas.files import RunLayout, Supervision, WorkerRecord
+from rolloutmq.schemas.files import Hang, RunLayout, Supervision, WorkerRecord
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessIdentity
 from rolloutmq.schemas.wire.control import (
@@ -261,11 +261,14 @@ async def test_a_worker_that_hangs_is_killed_and_restarted(
         await asyncio.to_thread(wait_up, layout.log("env-0"))
         first = living(layout)["env-0"]
         os.kill(first, signal.SIGSTOP)
+        layout.hangs.mkdir()
+        write_json(layout.hang("env-0"), Hang(pid=first, where="sums.py:14", task="(3, 4)"))
         fake.silent_since[first] = time.monotonic() - 60.0
         await until(lambda: living(layout).get("env-0", first) != first)
         (record,) = records(layout)
         assert (record.restarts, record.reason) == (1, record.reason)
         assert record.reason.startswith("hangs: no heartbeat for ")
+        assert record.reason.endswith("; its code is at sums.py:14, with task (3, 4)")
         assert caplog.text.count("worker hangs worker=env-0 reason=hangs: no heartbeat") >= 1
         os.kill(living(layout)["env-0"], signal.SIGKILL)
 

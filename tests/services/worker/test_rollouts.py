@@ -76,7 +76,7 @@ class Scene:
         played = await self._play(self.begun, rng)
         if played is not None:
             return played  # type: ignore[no-any-return]
-        return [Trajectory.of(answer) for answer in await policy.complete("q", n=size)]
+        return [Trajectory.of(answer, 0.0) for answer in await policy.complete("q", n=size)]
 
 
 def made(scene: Scene, outlet: FakeOutlet, **config: Any) -> Rollouts:
@@ -129,7 +129,7 @@ async def test_turns_that_do_not_continue_each_other_are_told_with_the_texts_of_
 ) -> None:
     async def twice() -> list[Trajectory]:
         first, second = [(await ScriptedPolicy("a").complete(text))[0] for text in ("q", "qab")]
-        return [Trajectory.of(first).then(second)]
+        return [Trajectory.of(first, 0.0).then(second)]
 
     async def rewritten(_number: int, _rng: random.Random) -> list[Trajectory]:
         if not nested:
@@ -148,7 +148,7 @@ async def test_turns_that_do_not_continue_each_other_are_told_with_the_texts_of_
 async def test_a_policy_that_cannot_name_tokens_hides_no_mismatch() -> None:
     async def rewritten(_number: int, _rng: random.Random) -> list[Trajectory]:
         first, second = [(await ScriptedPolicy("a").complete(text))[0] for text in ("q", "qab")]
-        return [Trajectory.of(first).then(second)]
+        return [Trajectory.of(first, 0.0).then(second)]
 
     outlet, told = FakeOutlet(1), list[str]()
     rollouts = made(Scene(rewritten), outlet, failure_limit=2)
@@ -321,7 +321,7 @@ async def test_one_traceback_in_a_while(caplog: pytest.LogCaptureFixture) -> Non
 
 async def test_an_environment_that_never_waits_leaves_others_their_turn() -> None:
     async def canned(_number: int, _rng: random.Random) -> list[Trajectory]:
-        return [Trajectory(token_ids=[1], mask=[True], logprobs=[-1.0])]
+        return [Trajectory(token_ids=[1], mask=[True], logprobs=[-1.0], score=0.0)]
 
     outlet = FakeOutlet(500)
     rollouts = made(Scene(canned), outlet, concurrency=1)

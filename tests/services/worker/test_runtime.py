@@ -31,6 +31,7 @@ from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.process.runner import Stop
+from rolloutmq.services.process.stacks import hang_of
 from rolloutmq.services.worker.runtime import Worker, work
 from rolloutmq.services.worker.user_code.failures import UserFailure
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 ENVIRONMENTS = """
 import asyncio
+import os
+import time
 from rolloutmq import SingleTurn, Trajectory
 
 class Good(SingleTurn):
@@ -65,6 +68,15 @@ class Leaving(Good):
 class Hanging(Good):
     async def score(self, task, completion):
         await asyncio.Event().wait()
+
+class Stuck(Good):
+    def score(self, task, completion):
+        while True:
+            time.sleep(0.01)
+
+class Ending(Good):
+    def score(self, task, completion):
+        os._exit(0)
 
 class Slow(Good):
     scored = 0  # one answer in four never comes to an end
@@ -340,6 +352,16 @@ async def test_an_environment_that_always_raises_fails_for_good(staged: Staged) 
         assert failure.headline.startswith("ValueError: never any good (envs.py:")
         assert 'raise ValueError("never any good")\nE   ValueError: never any good\n' in failure.report
         assert "task        '473'\nprompt      '473='\ncompletion  'answer' (2 tokens, " in failure.report
+
+
+async def test_a_rollout_that_took_too_long_tells_its_place_and_its_task(staged: Staged) -> None:
+    line = ENVIRONMENTS.splitlines().index("        await asyncio.Event().wait()") + 1
+    async with staged(entry="envs.py:Hanging", failure_limit=2, rollout_timeout_s=0.5) as stage:
+        with pytest.raises(EnvironmentFailedError) as failed:
+            await stage.worker().run(stage.stop)
+    assert (
+        f"took longer than rollout_timeout_s (0.5 s), at envs.py:{line} with task '473'" in failed.value.last
+    )
 
 
 async def test_an_exit_in_a_task_of_the_environment_is_a_failed_rollout(staged: Staged) -> None:
@@ -618,3 +640,25 @@ async def test_a_task_of_an_evaluation_that_fails_never_ends_the_worker(staged: 
         assert not running.done()
         stage.stop.request("the test")
         await running
+
+
+async def test_a_score_that_holds_the_event_loop_is_told_while_it_does(staged: Staged) -> None:
+    line = ENVIRONMENTS.splitlines().index("            time.sleep(0.01)") + 1
+    async with staged(entry="envs.py:Stuck") as stage, spawned(stage) as process:
+        await until(lambda: hang_of(stage.layout, "echo-0", process.pid) is not None)
+        hang = hang_of(stage.layout, "echo-0", process.pid)
+        assert hang is not None
+        assert hang.text in {f"its code is at envs.py:{at}, with task '473'" for at in (line - 1, line)}
+        log = (stage.layout.root / "worker.log").read_text()
+        assert "environment holds the event loop env=echo held_s=5 at=envs.py:" in log
+
+
+async def test_code_that_ends_its_worker_is_a_failure_with_a_place(staged: Staged) -> None:
+    line = ENVIRONMENTS.splitlines().index("        os._exit(0)") + 1
+    async with staged(entry="envs.py:Ending") as stage, spawned(stage) as process:
+        assert await exit_code(process) == 1
+        error = f"environment ended its worker env=echo error=os._exit(0) ends the process (envs.py:{line})"
+        assert error in (stage.layout.root / "worker.log").read_text().splitlines()[-1]
+        failure = read_json(stage.layout.failure("echo"), UserFailure)
+        assert failure is not None
+        assert "task        '473'" in failure.report

@@ -3,8 +3,10 @@
 import asyncio
 import math
 import random
+import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rolloutmq.schemas.errors import PolicyRefusedError, UsageError
@@ -213,3 +215,28 @@ async def test_a_text_is_no_conversation() -> None:
     (first,) = await ScriptedPolicy("4").complete("2+2=")
     with pytest.raises(UsageError, match="messages"):
         await ScriptedPolicy("4").chat("and?", after=Trajectory.of(first, 1.0))  # type: ignore[arg-type]
+
+
+async def test_a_turn_needs_a_message_behind_the_last_answer() -> None:
+    policy = ScriptedPolicy("4")
+    (first,) = await policy.chat([{"role": "user", "content": "2+2="}])
+    for ask in (policy.chat, policy.render):
+        with pytest.raises(
+            UsageError, match=r"messages: with `after`, must have at least one message .*got none"
+        ):
+            await ask([], after=Trajectory.of(first))
+
+
+@pytest.mark.parametrize("pattern", ["(", "*", 7])
+def test_a_key_that_is_no_regular_expression_is_named(pattern: Any) -> None:
+    with pytest.raises(
+        UsageError, match=f"^script: key {re.escape(repr(pattern))} must be a regular expression"
+    ):
+        ScriptedPolicy({"0": "1", pattern: "2"})
+
+
+async def test_the_tokens_of_an_array_are_a_prompt() -> None:
+    policy = ScriptedPolicy("4")
+    (answer,) = await policy.complete(np.array([50, 61]))
+    assert policy.prompts == ["2="]
+    assert all(type(one) is int for one in answer.prompt_token_ids)

@@ -103,7 +103,7 @@ class Whole:
     async def rollout_task(
         self, policy: Policy, payload: Any, size: int, rng: random.Random
     ) -> Sequence[Trajectory]:
-        return [Trajectory.of(one) for one in await policy.complete(str(payload), n=size)]
+        return [Trajectory.of(one, 0.0) for one in await policy.complete(str(payload), n=size)]
 
 
 def double(prompt: str) -> str:
@@ -204,7 +204,7 @@ async def test_any_environment_has_a_task_space() -> None:
 
     class Plain:
         async def rollout(self, policy: Policy, size: int, rng: random.Random) -> Sequence[Trajectory]:
-            return [Trajectory.of(one) for one in await policy.complete(str(rng.random()), n=size)]
+            return [Trajectory.of(one, 0.0) for one in await policy.complete(str(rng.random()), n=size)]
 
     first = await prompts_of("d-1", numbered(4, 9), Plain())
     assert await prompts_of("d-8", numbered(9, 4), Plain()) == first[::-1]
@@ -313,7 +313,7 @@ class Plain:
     """Only a `rollout`."""
 
     async def rollout(self, policy: Policy, size: int, rng: random.Random) -> Sequence[Trajectory]:
-        return [Trajectory.of(one) for one in await policy.complete(str(rng.randrange(10**9)), n=size)]
+        return [Trajectory.of(one, 0.0) for one in await policy.complete(str(rng.randrange(10**9)), n=size)]
 
 
 async def drawn(
@@ -390,7 +390,7 @@ class Hanging:
                 if not self.stubborn:
                     raise
                 await self.let_go.wait()
-        return [Trajectory.of(one) for one in await policy.complete("x", n=size)]
+        return [Trajectory.of(one, 0.0) for one in await policy.complete("x", n=size)]
 
 
 def evaluating(environment: Hanging, source: FakeTasks, seed: int | None = 5) -> tuple[Rollouts, FakeOutlet]:

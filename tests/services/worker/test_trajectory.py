@@ -39,7 +39,7 @@ def test_a_turn_is_appended_with_what_was_given_between() -> None:
 
 def test_a_group_without_versions_gets_the_one_that_its_worker_knew() -> None:
     """It had version 0, and beyond `max_staleness` steps every group of such an environment expired."""
-    plain = Trajectory(token_ids=[1, 2], mask=[False, True], logprobs=[0.0, -0.5])
+    plain = Trajectory(token_ids=[1, 2], mask=[False, True], logprobs=[0.0, -0.5], score=0.0)
     group = group_of("w-0/1", [plain, plain])
     header = header_of(group, encode_group(group, 1 << 20), seq=1, position=1, policy=V[4])
     assert (header.oldest, header.newest) == (V[4], V[4])
@@ -57,11 +57,12 @@ def test_each_turn_keeps_the_temperature_it_was_sampled_at() -> None:
     assert Trajectory.of(cold).temperatures == [1.0, 1.0, 0.5]
     assert Trajectory.of(warm).temperatures is None
     assert Trajectory.of(cold).then(later).temperatures == [1.0, 1.0, 0.5, 1.0, 1.0]
-    both = Trajectory.of(warm).then(replace(later, temperature=2.0))
+    both = Trajectory.of(warm, 0.0).then(replace(later, temperature=2.0))
     assert both.temperatures == [1.0, 1.0, 1.0, 1.0, 2.0]
-    group = group_of("g", [both, Trajectory.of(warm)])
+    group = group_of("g", [both, Trajectory.of(warm, 0.0)])
     assert [row.tolist() for row in group["temperatures"]] == [[1, 1, 1, 1, 2], [1, 1, 1]]
-    assert "temperatures" not in group_of("g", [Trajectory.of(warm), Trajectory.of(warm).then(later)])
+    plain = Trajectory.of(warm, 0.0)
+    assert "temperatures" not in group_of("g", [plain, plain.then(later)])
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], [1, 2, 8], [9, 1, 2, 7]])
@@ -145,7 +146,12 @@ def test_a_group_survives_the_wire() -> None:
 
 
 def sequence(**changes: Any) -> Trajectory:
-    given: dict[str, Any] = {"token_ids": [1, 2], "mask": [False, True], "logprobs": [0.0, -1.0]}
+    given: dict[str, Any] = {
+        "token_ids": [1, 2],
+        "mask": [False, True],
+        "logprobs": [0.0, -1.0],
+        "score": 0.0,
+    }
     return Trajectory(**(given | changes))
 
 
@@ -173,3 +179,11 @@ def test_nonsense_is_refused_with_what_is_wrong(returned: Any, problem: str) -> 
     with pytest.raises(InvalidGroupError) as caught:
         group_of("w-0/1", returned)
     assert problem in str(caught.value)
+
+
+def test_a_trajectory_without_a_score_is_refused() -> None:
+    turns = Trajectory.of(completion([1, 2], [7]))
+    with pytest.raises(InvalidGroupError, match=r"scores: sequence 1: has no score; .*`\.scored\(reward\)`"):
+        group_of("g", [turns.scored(0.5), turns])
+    with pytest.raises(InvalidGroupError, match="sequence 0: must be finite"):
+        group_of("g", [turns.scored(float("nan"))])

@@ -14,22 +14,24 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-import ray
-from skyrl.train.config import GeneratorConfig, SkyRLTrainConfig, make_config
-from skyrl.train.config.config import BaseConfig
-from skyrl.train.entrypoints.main_base import BasePPOExp
-from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
-from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
-from skyrl.train.trainer import RayPPOTrainer
-from skyrl.train.utils import validate_cfg
-from skyrl.train.utils.utils import initialize_ray
-
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.trainer.integrations.checkpoints import lives_of
+from rolloutmq.trainer.integrations.extras import from_extra
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
 from rolloutmq.trainer.integrations.skyrl.training import BusAsyncTraining, BusSyncTraining, Publish
 from rolloutmq.trainer.integrations.task_feed.connection import find_problem
+
+with from_extra("skyrl"):
+    import ray
+    from skyrl.train.config import GeneratorConfig, SkyRLTrainConfig, make_config
+    from skyrl.train.config.config import BaseConfig
+    from skyrl.train.entrypoints.main_base import BasePPOExp
+    from skyrl.train.fully_async_trainer import FullyAsyncRayPPOTrainer
+    from skyrl.train.fully_async_trainer_sim import FullyAsyncTrainerSim
+    from skyrl.train.trainer import RayPPOTrainer
+    from skyrl.train.utils import validate_cfg
+    from skyrl.train.utils.utils import initialize_ray
 
 
 class BusAsyncTrainer(BusAsyncTraining, FullyAsyncRayPPOTrainer):  # type: ignore[misc]

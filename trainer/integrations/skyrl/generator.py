@@ -18,13 +18,11 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from skyrl.train.generators.base import GeneratorInterface
-from skyrl.train.generators.utils import get_rollout_metrics
-
 from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.schemas.errors import RolloutMQError, UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
+from rolloutmq.trainer.integrations.extras import from_extra
 from rolloutmq.trainer.integrations.judgement import Judge
 from rolloutmq.trainer.integrations.skyrl.rows import (
     PromptGroup,
@@ -36,6 +34,10 @@ from rolloutmq.trainer.integrations.skyrl.rows import (
 from rolloutmq.trainer.integrations.task_feed.answers import Answer, Missing
 from rolloutmq.trainer.integrations.task_feed.connection import FeedConnection, find_problem
 from rolloutmq.trainer.integrations.task_feed.feed import Feed
+
+with from_extra("skyrl"):
+    from skyrl.train.generators.base import GeneratorInterface
+    from skyrl.train.generators.utils import get_rollout_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -222,6 +224,16 @@ class BusGenerator(GeneratorInterface):  # type: ignore[misc]
             return []
 
     # Settlement
+
+    def group_ids(self, uids: Iterable[str]) -> list[str]:
+        """Return the ids of the groups of instances that are not settled.
+
+        Raises:
+            UsageError: The bus is not joined.
+            ClosedError: The bus is left.
+        """
+        feed, keys = self.running, list(uids)
+        return self._connection.call(lambda: feed.group_ids(keys))
 
     def settlement(
         self, trained: Iterable[str], filtered: Iterable[str], version: PolicyVersion, *, rest: bool = False

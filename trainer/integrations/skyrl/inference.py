@@ -7,9 +7,11 @@ other than `BusGenerator` has no engine to ask.
 
 from typing import Any, NoReturn
 
-from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
-
 from rolloutmq.schemas.errors import UsageError
+from rolloutmq.trainer.integrations.extras import from_extra
+
+with from_extra("skyrl"):
+    from skyrl.backends.skyrl_train.inference_servers.base import InferenceEngineInterface
 
 
 class ExternalInference(InferenceEngineInterface):  # type: ignore[misc]

@@ -25,15 +25,18 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Final
 
-from skyrl.backends.skyrl_train.utils.io import io
-
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer.integrations.checkpoints import make_durable, next_life
+from rolloutmq.trainer.integrations.extras import from_extra
+from rolloutmq.trainer.integrations.failed_steps import naming_groups
 from rolloutmq.trainer.integrations.skyrl.generator import BusGenerator
 from rolloutmq.trainer.integrations.skyrl.inference import ExternalInference
 from rolloutmq.trainer.integrations.skyrl.rows import why_nothing_came
+
+with from_extra("skyrl"):
+    from skyrl.backends.skyrl_train.utils.io import io
 
 logger = logging.getLogger(__name__)
 
@@ -74,10 +77,16 @@ class BusTraining:
     async def train(self) -> None:
         """Train to the end, then leave the bus."""
         try:
-            await super().train()  # type: ignore[misc]
-            await self._all_dropped()
+            with naming_groups(self._step_groups):
+                await super().train()  # type: ignore[misc]
+                await self._all_dropped()
         finally:
             await asyncio.to_thread(self.generator.close)
+
+    def _step_groups(self) -> tuple[int, list[str]]:
+        """Return the number of the step under way, and its groups."""
+        uids = [] if self._trained is None else self._trained[0]
+        return self._version.step, self.generator.group_ids(uids) if uids else []
 
     def init_weight_sync_state(self) -> None:
         """Put the publication behind SkyRL's sync of the weights; without engines of SkyRL's, in its place."""

@@ -478,6 +478,10 @@ class Feed:
         """Return the keys of the groups that were handed out and are not settled."""
         return list(self._out)
 
+    def group_ids(self, keys: Iterable[str]) -> list[str]:
+        """Return the ids of the groups that were handed out for keys and are not settled."""
+        return [held.group_id for key in keys for held in self._out.get(key, ())]
+
     async def settle(
         self,
         trained: Iterable[str],

@@ -9,14 +9,12 @@ publishing  the trainer's weights, back to the engines of the run
 async_worker  `BusRolloutWorker` for TRL's experimental `AsyncGRPOTrainer`; its weights are in `publishing`
 """
 
-from rolloutmq.schemas.errors import MissingError, install_remedy
+from rolloutmq.trainer.integrations.extras import from_extra
 
-try:
+with from_extra("trl"):
     from rolloutmq.trainer.integrations.trl.async_worker import BusRolloutWorker
     from rolloutmq.trainer.integrations.trl.publishing import BusWeightTransfer
     from rolloutmq.trainer.integrations.trl.rollouts import BusRollouts
     from rolloutmq.trainer.integrations.trl.training import SCORE
-except ModuleNotFoundError as error:
-    raise MissingError(f"the package {error.name}", install_remedy("trl")) from None
 
 __all__ = ["SCORE", "BusRolloutWorker", "BusRollouts", "BusWeightTransfer"]

@@ -26,6 +26,7 @@ from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected
 from rolloutmq.trainer.integrations.checkpoints import commit, make_durable
+from rolloutmq.trainer.integrations.failed_steps import name_groups_in
 from rolloutmq.trainer.integrations.trl.publishing import Publication
 from rolloutmq.trainer.integrations.trl.rows import (
     Demand,
@@ -113,6 +114,8 @@ class Training:
             )
         if self._trainer is None:
             _correct(trainer)
+            for owner, method in ((trainer, "compute_loss"), (trainer.accelerator, "backward")):
+                name_groups_in(owner, method, self._step_groups)
         self._trainer = trainer
         groups = self._pull()
         blank = getattr(trainer.processing_class, "eos_token_id", None)
@@ -124,6 +127,10 @@ class Training:
         )
         self._left = self._generation.steps
         return fields(everything[self._rank * rows : (self._rank + 1) * rows])
+
+    def _step_groups(self) -> tuple[int, list[str]]:
+        """Return the number of the step under way, and its groups."""
+        return self.version.step + 1, [group.group_id for group in self._groups if not group.fault]
 
     def _pull(self) -> list[PulledGroup]:
         """Pull until a batch has a group to train on; return the groups of all ranks."""

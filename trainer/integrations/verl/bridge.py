@@ -261,6 +261,13 @@ class Bridge:
         used.update(trained)
         unused.update(empty)
 
+    def groups_of(self, step: int) -> list[str]:
+        """Return the ids of the groups that a step uses, if it is under way."""
+        used, _ = self._used.get(step, (set[str](), set[str]()))
+        if not used or not self.connection.joined:
+            return []
+        return self.connection.call(lambda: self.connection.training.group_ids(sorted(used)))
+
     def drop(self, uids: Iterable[str]) -> None:
         """Report prompts that the replay buffer has dropped: their groups are filtered. Waits for the broker."""
         if self.connection.joined:

@@ -10,17 +10,19 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from tensordict import NonTensorData, NonTensorStack, TensorDict
-from verl.utils.ray_utils import auto_await
-
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.wire.replies import RunInfo
+from rolloutmq.trainer.integrations.extras import from_extra
 from rolloutmq.trainer.integrations.verl.bridge import Bridge, BusOptions, opened
 from rolloutmq.trainer.integrations.verl.prompts import Prompt, Sampling, prompts_of
 from rolloutmq.trainer.integrations.verl.sampling import BusCheckpoint, BusReplayBuffer, BusReplayBufferAsync
 from rolloutmq.trainer.integrations.verl.settings import require_classes, require_known_advantage
 from rolloutmq.trainer.integrations.verl.store import TransferQueueStore
+
+with from_extra("verl"):
+    from omegaconf import DictConfig, OmegaConf
+    from tensordict import NonTensorData, NonTensorStack, TensorDict
+    from verl.utils.ray_utils import auto_await
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
-from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
-
 from rolloutmq.trainer.integrations.checkpoints import make_durable
+from rolloutmq.trainer.integrations.extras import from_extra
+from rolloutmq.trainer.integrations.failed_steps import name_groups_in
 from rolloutmq.trainer.integrations.verl.bridge import current
 from rolloutmq.trainer.integrations.verl.settings import own_arguments
+
+with from_extra("verl"):
+    from transfer_queue import KVBatchMeta
+    from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,7 @@ class _Settling:
         trainer = refill_fn.__self__
         own = own_arguments(trainer.config, trainer._resolve_filter_groups_metric(), sampler_kwargs or {})
         super().__init__(refill_fn=refill_fn, sampler_kwargs=sampler_kwargs, **kwargs | own)  # type: ignore[call-arg]
+        name_groups_in(trainer, "step", lambda: (self._step, current().groups_of(self._step)))
 
     def sample(
         self, global_steps: int, partition_id: str, batch_size: int

@@ -7,9 +7,11 @@ gives them to the adapter's, too.
 from collections.abc import Mapping
 from typing import Any, Final
 
-from verl.utils.import_utils import load_class_from_fqn, load_extern_object
-
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.trainer.integrations.extras import from_extra
+
+with from_extra("verl"):
+    from verl.utils.import_utils import load_class_from_fqn, load_extern_object
 
 SAMPLING: Final = "rolloutmq.trainer.integrations.verl.sampling"
 METRIC: Final = "filter_groups_metric"

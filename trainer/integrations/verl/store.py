@@ -3,11 +3,13 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import transfer_queue
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
-
 from rolloutmq.schemas.errors import ClosedError
+from rolloutmq.trainer.integrations.extras import from_extra
 from rolloutmq.trainer.integrations.verl.rows import Status
+
+with from_extra("verl"):
+    import transfer_queue
+    from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 
 
 class TransferQueueStore:

@@ -51,7 +51,8 @@ def trajectory_of(
     condition = trace.stop_condition or ""
     if not trace.rewards:
         raise RolloutFailedError("it has no reward; give the task a reward function or a judge")
-    rewards = {name: _computed(f"reward {name}", reward) for name, reward in trace.rewards.items()}
+    # The order of the keys of a map is that of the function that returned it, and may differ within a group.
+    rewards = {name: _computed(f"reward {name}", reward) for name, reward in sorted(trace.rewards.items())}
     metrics = {name: _computed(f"metric {name}", value) for name, value in trace.metrics.items()}
     weights = {name: reward.weight for name, reward in rewards.items()}
     scores = {name: reward.score for name, reward in rewards.items()}

@@ -3,6 +3,7 @@
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.files import Hang, RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.monitor.status.worker_view import (
@@ -21,6 +22,7 @@ from rolloutmq.services.monitor.status.worker_view import (
     supervision_of,
     target_text,
     trouble_text,
+    with_hangs,
 )
 from rolloutmq.services.process.identity import identify
 
@@ -227,3 +229,17 @@ def test_slots_are_those_of_the_configuration(layout: RunLayout) -> None:
     section = {"entry": "a:B", "concurrency": 16}
     write_json(layout.config, RunConfig.model_validate({"environment": {"e": section}}))
     assert slots_of(layout) == {"e": 16}
+
+
+def test_a_silent_worker_tells_what_holds_its_event_loop(make_worker: MakeWorker, tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    layout.hangs.mkdir()
+    workers = known(worker(pid=7))
+    for silent_s, pid, told in (
+        (12.0, 7, "silent for 12 s: its code is at sums.py:14, with task (3, 4)"),
+        (12.0, 8, "silent for 12 s"),
+        (0.1, 7, ""),
+    ):
+        write_json(layout.hang("e-0"), Hang(pid=pid, where="sums.py:14", task="(3, 4)"))
+        (row,) = with_hangs(joined(workers, [make_worker("e-0", pid=7, silent_s=silent_s)], NOW), layout)
+        assert (trouble_text(row) if row.is_silent else row.hang) == told

@@ -83,6 +83,15 @@ async def test_a_crash_loop_ends_and_says_what_the_log_says(tmp_path: Path) -> N
     assert view.reason.endswith("exit code 1: error: no such environment")
 
 
+async def test_a_fatal_signal_is_told_with_the_place_of_the_code(tmp_path: Path) -> None:
+    users = "import ctypes\n\ndef score():\n    ctypes.string_at(0)\n\nscore()\n"
+    code = f"import faulthandler; faulthandler.enable(); exec(compile({users!r}, '/home/me/sums.py', 'exec'))"
+    async with Supervisor(TOKEN, QUICK) as supervisor:
+        supervisor.start(spec("w", code, tmp_path))
+        view = await until(supervisor, "w", Phase.FATAL)
+    assert view.reason.endswith("killed by SIGSEGV at /home/me/sums.py:4")
+
+
 async def test_what_cannot_be_started_is_given_up_too(tmp_path: Path) -> None:
     async with Supervisor(TOKEN, QUICK) as supervisor:
         nowhere = spec("w", "", tmp_path)

@@ -107,6 +107,16 @@ def test_evaluation_data_alone_is_refused_for_training(monkeypatch: pytest.Monke
     assert loaded(Theirs(train=0), monkeypatch, split="eval")
 
 
+def test_rollouts_that_are_not_scored_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs: Any = Theirs()
+    theirs.score_rollouts = False
+    with pytest.raises(
+        ConfigError, match=r"wordle does not score .* \(got score_rollouts = False\)"
+    ) as caught:
+        loaded(theirs, monkeypatch)
+    assert caught.value.path == "environment.mine.verifiers"
+
+
 def test_it_has_what_every_section_needs() -> None:
     config = EnvironmentConfig(verifiers="wordle", tasks="both", group_deadline_s=1.0)
     check_abilities("wordle", config, VerifiersEnvironment(Theirs()))

@@ -80,9 +80,12 @@ class Weight:
     def __init__(self, plan: dict[str, Any]) -> None:
         self.value = 0.0
         self._dies_at = plan.get("dies_at", 0)
+        self._fails_at = plan.get("fails_at", 0)
 
     def step(self, number: int) -> None:
-        """Take optimizer step `number`; the process may be killed right after it."""
+        """Take optimizer step `number`; it may fail, or the process be killed right after it."""
+        if number == self._fails_at:
+            raise RuntimeError("planted")
         self.value += RISE
         if number == self._dies_at:
             os.kill(os.getpid(), signal.SIGKILL)

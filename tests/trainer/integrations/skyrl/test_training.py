@@ -1,6 +1,7 @@
 """SkyRL's simulated trainer, with SkyRL's own loop, buffer and staleness control, fed by workers of the bus."""
 
 import math
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -323,3 +324,18 @@ async def test_the_synchronous_trainer_settles_commits_and_resumes(run_dir: Path
     assert second.of("end") == [{"incarnation": 1, "step": 6}]
     assert (ledger.queued, ledger.leased) == (0, 0)
     verify(run_dir)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_the_error_of_a_step_names_its_groups(run_dir: Path, kind: str) -> None:
+    layout, settings = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, settings)
+    stage = Stage(run_dir, run_dir.parent / "weights.json", {})
+    with running_broker(settings, layout):
+        async with workers(stage):
+            plan = {"weights": str(stage.weights), "batch": BATCH, "rows": 3 * BATCH, "kind": kind}
+            played = await play(run_dir, fails_at=2, **plan)
+    assert played.code == 1, played.output
+    named = re.search(r"RuntimeError: planted\n.*Step 2 failed with the groups (.*);", played.output)
+    assert named is not None, played.output
+    assert len({*named[1].split(", ")}) == BATCH

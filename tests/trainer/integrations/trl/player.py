@@ -45,6 +45,8 @@ class Plan(msgspec.Struct):
     """Die while the checkpoint of `die_at` is being committed instead."""
     stop_at: int = 0
     """Optimizer step after which the training is asked to end."""
+    fails_at: int = 0
+    """Optimizer step whose loss raises."""
     hang_s: float = 0.0
     """Time that each optimizer step takes longer."""
     eval_first: bool = False
@@ -137,12 +139,26 @@ def play(plan: Plan) -> dict[str, Any]:
             callbacks=[recorder, bus.callback],
         )
         recorder.trainer = trainer
+        if plan.fails_at:
+            _fail(trainer, plan.fails_at)
         if plan.eval_first:
             trainer.evaluate()
         resumed = bus.last_checkpoint(args.output_dir)
         trainer.train(resume_from_checkpoint=resumed)
         greedy = rolloutmq.evaluate(plan.run_dir).all.greedy if plan.evaluate else None
         return {"greedy": greedy, "step": trainer.state.global_step, "resumed": resumed}
+
+
+def _fail(trainer: Any, step: int) -> None:
+    """Let the loss of an optimizer step raise."""
+    whole = trainer._compute_loss
+
+    def failing(*args: Any, **options: Any) -> Any:
+        if trainer.state.global_step + 1 == step:
+            raise RuntimeError("planted")
+        return whole(*args, **options)
+
+    trainer._compute_loss = failing
 
 
 def serve() -> None:

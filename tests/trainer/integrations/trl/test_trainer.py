@@ -3,6 +3,7 @@
 `make test-trl` runs them, in TRL's own environment.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,19 @@ def test_a_lease_that_is_lost_during_a_step_ends_the_training(run_dir: Path, sta
         lives = [line.version.incarnation for line in settled(layout) if line.trained]
         assert lives == [0, 1]
     assert "2 trained" in verify(run_dir)
+
+
+def test_the_error_of_a_step_names_its_groups(run_dir: Path, stage: Stage) -> None:
+    with broker(run_dir) as layout:
+        push(run_dir, groups := [group(number) for number in range(4)])
+        played = stage.play(run_dir, 2, fails_at=2)
+        (line,) = settled(layout)
+        left = [one.group_id for one in groups if one.group_id not in line.trained]
+        named = re.search(r"RuntimeError: planted\nStep 2 failed with the groups (.*);", played.output)
+        assert named is not None, played.output
+        assert sorted(named[1].split(", ")) == sorted(left)
+        assert stage.play(run_dir, 1).told["step"] == 1, "they come again"
+    verify(run_dir)
 
 
 def test_a_broker_that_holds_many_trained_groups_gets_a_checkpoint_early(run_dir: Path, stage: Stage) -> None:

@@ -124,9 +124,11 @@ class Play:
         self._file.flush()
 
     def step(self, rows: list[dict[str, Any]]) -> None:
-        """Take an optimizer step; the process may be killed right after it."""
+        """Take an optimizer step; it may fail, or the process be killed right after it."""
         step = self.trainer.global_steps
         self.record("step", {"step": step, "rows": rows})
+        if step == self.plan.get("fails_at"):
+            raise RuntimeError("planted")
         if step == self.plan.get("dies_at"):
             os.kill(os.getpid(), signal.SIGKILL)
 

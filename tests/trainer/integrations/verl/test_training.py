@@ -1,6 +1,7 @@
 """verl's own trainers with a real TransferQueue, fed by workers of the bus. `make test-verl` runs them."""
 
 import json
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -207,3 +208,15 @@ async def test_a_killed_trainer_continues_from_its_checkpoint_without_a_rollout_
     assert trained(ledger) == 9 * BATCH
     assert (ledger.filtered, ledger.leased) == (0, 0)
     assert ledger.accepted == trained(ledger) + ledger.queued, "prompts ahead of the last step"
+
+
+async def test_the_error_of_a_step_names_its_groups(run_dir: Path) -> None:
+    layout, run = RunLayout(run_dir), config(durability="os")
+    write_json(layout.config, run)
+    with running_broker(run, layout):
+        async with workers(Stage(run_dir)):
+            played = await play(run_dir, batch=BATCH, rows=3 * BATCH, fails_at=2)
+    assert played.code == 1, played.output[-6000:]
+    named = re.search(r"RuntimeError: planted\n.*Step 2 failed with the groups (.*);", played.output)
+    assert named is not None, played.output[-6000:]
+    assert len({*named[1].split(", ")}) == BATCH

@@ -155,3 +155,18 @@ def test_the_reason_of_the_end(finish: str, condition: str | None, told: str) ->
     sampled = {"t": [Completion("", [1, 2], [3, 4], [-0.5, -0.25], finish_reason=finish)]}
     made = trajectory_of(episode(trace(*TURNS[:2], stop_condition=condition)), sampled, POLICIES)
     assert made.finish_reason == told
+
+
+def rated(**scores: float) -> Any:
+    rewards = {name: SimpleNamespace(score=score, weight=1.0) for name, score in scores.items()}
+    return trajectory_of(episode(trace(*TURNS, rewards=rewards)), SAMPLED, POLICIES)
+
+
+def test_every_answer_of_a_group_has_the_same_raters() -> None:
+    group = group_of("g", [rated(form=1.0, right=0.5), rated(right=0.25, form=0.0)])
+    assert [list(row) for row in group["ratings"]] == [[1.0, 0.5], [0.0, 0.25]]
+    assert [[*row] for row in group["raters"]] == [["form", "right"]] * 2
+    with pytest.raises(
+        InvalidGroupError, match=r"raters: sequences 0 and 1: have different raters \(form, right and form\)"
+    ):
+        group_of("g", [rated(form=1.0, right=0.5), rated(form=0.0)])
