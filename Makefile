@@ -66,7 +66,7 @@ test-verifiers: .venv-verifiers/.installed .venv-verifiers04/.installed ## envir
 	.venv-verifiers04/bin/python -m pytest -m rival tests/services/worker/verifiers/tasksets
 
 test-data: .venv-verifiers/.installed ## rows of data sets as tasks; the environment of verifiers has `datasets`
-	.venv-verifiers/bin/python -m pytest tests/bus/tasks/test_rows.py
+	.venv-verifiers/bin/python -m pytest -m rival tests/bus/tasks/test_rows.py
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl

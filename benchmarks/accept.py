@@ -39,10 +39,11 @@ TESTED: Final = {
 }
 """Pytest options: as in `make test-all`, and one after another for tests with foreign systems."""
 THEIR_PYTHON: Final = {
+    "tests/bus/tasks/test_rows.py": ROOT / ".venv-verifiers" / "bin" / "python",
     "tests/services/worker/verifiers": ROOT / ".venv-verifiers" / "bin" / "python",
     "tests/services/worker/verifiers/tasksets": ROOT / ".venv-verifiers04" / "bin" / "python",
 }
-"""Interpreters of foreign systems inside of which tests run, by the folder of the tests; the last that fits counts."""
+"""Interpreters of foreign systems inside of which tests run, by their folder or file; the last that fits counts."""
 
 
 @dataclass(frozen=True)

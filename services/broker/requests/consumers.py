@@ -164,6 +164,8 @@ class ConsumerRequests:
             return
         self._note_policy(waiting)
         if pull.wait_s > 0 and waiting.wait is not Wait.END_OF_REPLAY:
+            if poll is not None:
+                state.consumers.forget_poll(pull.consumer)  # from here on the pull that waits counts
             state.consumers.wait(waiting)
         else:
             self._give_up(waiting, now)

@@ -128,8 +128,9 @@ def sums(count: int) -> list[dict[str, Any]]:
     return [{"question": f"{number} and 1?", "answer": str(number + 1)} for number in range(count)]
 
 
+@pytest.mark.rival
 class TestFiles:
-    """What `datasets` reads; in an environment without it this is left out, see `make test-data`."""
+    """What `datasets` reads, in the environment that has it: `make test-data`."""
 
     @pytest.fixture(autouse=True)
     def apart(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

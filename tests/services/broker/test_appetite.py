@@ -140,6 +140,21 @@ def test_a_trainer_that_polls_in_vain_although_sequences_are_queued_waits_the_wh
     assert bench.pressure().starved_s == pytest.approx(3.0)
 
 
+def test_a_trainer_that_waits_again_and_again_starves_once() -> None:
+    """Its pulls wait for half a second each, and it asks again a tenth of a second after each empty answer."""
+    bench = Bench()
+    bench.producer()
+    bench.consumer()
+    for _ in range(10):
+        bench.wait(0, wait_s=0.5)
+        bench.tick(0.25)
+        bench.tick(0.25)
+        bench.tick(0.1)
+        bench.send_beat()
+    assert bench.pressure().starved_s == pytest.approx(6.0)
+    assert sum(bench.pressure().trainer_waits_s.values()) == pytest.approx(5.0)
+
+
 def test_a_trainer_that_takes_all_there_is_and_polls_once_more_does_not_wait() -> None:
     bench = Bench()
     peer = bench.producer()
