@@ -32,14 +32,14 @@ class Advice(NamedTuple):
 
 def advice(usage: Usage) -> list[Advice]:
     """Return at most three lines, the largest share first; a run without a noticeable wait has one that says so."""
-    found = sorted(filter(None, (_trainer(usage), _slots(usage), _inference(usage))), reverse=True)
+    found = sorted(
+        filter(None, (_trainer(usage), _slots(usage), _queue(usage), _inference(usage))), reverse=True
+    )
     if found:
         return found
     if not usage.trainer_s:
         return [
-            Advice(
-                0.0, "no trainer pulled a batch while events were recorded", "start one, or `rolloutmq up`"
-            )
+            Advice(0.0, "no trainer has settled a batch and gone on", "`rolloutmq status` says what waits")
         ]
     rest = max(usage.starved, usage.blocked)
     return [
@@ -75,6 +75,15 @@ def _slots(usage: Usage) -> Advice | None:
     reason = _main(usage.producer_waits_s)
     where = f"rollout slots wait {share:.0%} of their time" + (f" ({reason})" if reason else "")
     return Advice(share, where, SLOTS.get(reason, f"a faster trainer, or {share:.0%} fewer workers"))
+
+
+def _queue(usage: Usage) -> Advice | None:
+    """Name a queue that grows before it is full: until then nobody waits."""
+    share = usage.queued
+    if share < NOTICED or usage.starved >= NOTICED or usage.blocked >= NOTICED:
+        return None
+    where = f"the queue grows by {share:.0%} of the sequences that rollouts make"
+    return Advice(share, where, f"a faster trainer, or {share:.0%} fewer workers")
 
 
 def _inference(usage: Usage) -> Advice | None:

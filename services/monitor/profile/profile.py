@@ -67,7 +67,7 @@ def profiled(run_dir: Path) -> Profile:
 def profile(run_dir: Path, *, as_json: bool) -> int:
     """Print the profile of a run; return the exit code. FAILED if nothing of it was recorded."""
     found = profiled(run_dir)
-    if not found.hops and not found.usage.trainer_s and not found.usage.slot_s:
+    if not (found.hops or found.usage.start_s or found.usage.trainer_s):
         return complain(f"{run_dir}: nothing was recorded yet: no event and no group", FAILED)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(profile_json(found)), indent=2).decode()
@@ -83,6 +83,7 @@ def profile_json(found: Profile) -> dict[str, Any]:
     usage = found.usage
     return {
         "advice": [one._asdict() for one in found.advice],
+        "start_s": usage.start_s,
         "trainer_s": usage.trainer_s,
         "starved_s": usage.starved_s,
         "trainer_waits_s": dict(usage.trainer_waits_s),
@@ -109,7 +110,8 @@ def profile_json(found: Profile) -> dict[str, Any]:
 
 def profile_lines(found: Profile) -> Iterator[str]:
     """Yield the profile as lines for a person."""
-    yield "where the time goes"
+    usage = found.usage
+    yield f"where the time goes: {seconds(usage.start_s)} to the first settled batch, then {seconds(usage.trainer_s)}"
     for one in found.advice:
         yield f"  {one.where}"
         yield f"    -> {one.change}"

@@ -15,6 +15,7 @@ def used(
     workers: str = "stale_guard",
     busy: float | None = None,
     bound: frozenset[str] = frozenset(),
+    taken: int = 100,
 ) -> Usage:
     return Usage(
         trainer_s=100.0,
@@ -25,6 +26,8 @@ def used(
         producer_waits_s={workers: blocked, "other": 0.0},
         busy=busy,
         inference_bound=bound,
+        made=100,
+        taken=taken,
     )
 
 
@@ -47,8 +50,10 @@ def used(
         ),
         (used(blocked=0.54, workers="no_tasks"), "(no_tasks)", "fewer workers, or more tasks"),
         (used(bound=frozenset({"b", "a"}), busy=1.0), "hold back the workers of a, b", "more inference"),
+        (used(taken=60), "the queue grows by 40% of the sequences", "a faster trainer, or 40% fewer workers"),
+        (used(starved=0.6, taken=60), "(no_batch)", "more workers"),
         (used(starved=0.05, blocked=0.02), "nobody waits for more than 5% of the time", "balanced"),
-        (Usage(), "no trainer pulled a batch", "start one"),
+        (Usage(), "no trainer has settled a batch", "rolloutmq status"),
     ],
 )
 def test_the_limit_is_named_with_what_to_change(usage: Usage, where: str, change: str) -> None:

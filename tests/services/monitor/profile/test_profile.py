@@ -21,6 +21,7 @@ def recorded(run_dir: Path, durability: str = "disk") -> Handmade:
             "kind": "pressure",
             "epoch": 1,
             "trainers": 1,
+            "settled_busy_s": 10.0 + at,
             "starved_s": 0.75 * at,
             "trainer_waits_s": {"no_batch": 0.75 * at},
         }
