@@ -16,7 +16,7 @@ from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, WaitTimeoutError
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
 

@@ -28,7 +28,7 @@ from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.step.logprobs import score_tokens
 
 if TYPE_CHECKING:
-    from rolloutmq.schemas.moments import Moments
+    from rolloutmq.schemas.statistics.moments import Moments
     from rolloutmq.trainer.broker_client import BrokerClient, StepBatch
 
 PROMPTS: Final = 2

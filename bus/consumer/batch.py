@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from rolloutmq.bus.encoding.codec import Buffer, decode_group
 from rolloutmq.schemas.errors import ChecksumError, MalformedError, UsageError, WireError
 from rolloutmq.schemas.group import Group, counted, policy_range
-from rolloutmq.schemas.moments import Moments
 from rolloutmq.schemas.printable import html_table
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire import replies
 from rolloutmq.schemas.wire.envelope import ColumnTable, PolicyVersion
 from rolloutmq.schemas.wire.replies import Delivery, Rejected

@@ -20,7 +20,7 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from rolloutmq.launch.reference.protocol_texts import ALIAS_MEANINGS, HEAD, MEANINGS
-from rolloutmq.schemas import moments
+from rolloutmq.schemas.statistics import moments
 from rolloutmq.schemas.wire import (
     control,
     distillation,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.control import ControlReply
 from rolloutmq.schemas.wire.envelope import (
     ArenaRef,

@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.schemas.moments import SPREAD_FLOOR
+from rolloutmq.schemas.statistics.moments import SPREAD_FLOOR
 
 Floats = NDArray[np.float64]
 Combination = Literal["mean", "median", "trimmed_mean", "minimum", "majority"]

@@ -30,7 +30,7 @@ from rolloutmq.schemas.config.losses import LossSection, Method
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.loss_mask import trained_tokens
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected
 from rolloutmq.trainer.losses.kl import ESTIMATORS

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from rolloutmq.schemas.config.trainer import NormalizationConfig
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 
 NEGLIGIBLE: Final = 1e-6
 """Range of the scores of a group, in units, below which it has no signal."""

@@ -19,7 +19,7 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import Pull, Settle
 from rolloutmq.services.broker.journal.stored_group import StoredGroup

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from rolloutmq.schemas.errors import DamagedJournalError, MissingError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import ColumnTable, PolicyVersion
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.format import events as f

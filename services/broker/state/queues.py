@@ -19,7 +19,7 @@ from operator import attrgetter
 from typing import Any, Final
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.groups import Groups

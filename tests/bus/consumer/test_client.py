@@ -20,7 +20,7 @@ from rolloutmq.schemas.errors import (
     UsageError,
 )
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.replies import Batch, ErrorReply, NoBatch, Rejected, RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import (

@@ -15,7 +15,7 @@ from tests.faults.support.processes import (
 
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.control import LaneStatus
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.broker.journal.inspect.verify import Witness, verify

@@ -69,6 +69,7 @@ TABLE = {
     "tail": Row(("tail", "step"), 0),
     "explain": Row(("explain", "g1"), 0),
     "report": Row(("report",), 0, takes_argument=True),
+    "profile": Row(("profile",), 0, takes_argument=True),
     "drain": Row(("drain", "sort3-0"), 1),
     "restart": Row(("restart", "sort3-0"), 1),
     "scale": Row(("scale", "sort3", "2"), 1),

@@ -9,7 +9,7 @@ from tests.services.broker.bench import WALL, Bench, Peer, config, right
 from tests.services.broker.journal.test_verify_core import JournaledBench
 from tests.services.broker.snapshots.test_restore import items
 
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.control import Reset
 from rolloutmq.schemas.wire.envelope import PolicyVersion, RewardSummary, Split
 from rolloutmq.schemas.wire.replies import Batch, Ok, Rejected

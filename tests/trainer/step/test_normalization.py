@@ -17,7 +17,7 @@ from tests.trainer.support.toy import MemoryBatch, some_group
 from rolloutmq.schemas.config.losses import DapoConfig, Method
 from rolloutmq.schemas.config.trainer import NormalizationConfig, TrainerConfig
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.step.advantages import BatchAdvantages, mean_score, study
 from rolloutmq.trainer.step.collate import Bounds

@@ -18,7 +18,7 @@ from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Column, Group
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.control import StepDone, StepSkipped
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo

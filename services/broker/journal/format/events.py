@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import msgspec
 
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import ColumnTable, GroupHeader, PolicyVersion, RewardSummary, Split
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.schemas.wire.requests import Settle

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from math import isclose
 from typing import Final
 
-from rolloutmq.schemas.moments import Moments
+from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
 from rolloutmq.services.broker.journal.format.events import Accepted, LaneSnapshot, Vacated, WasReset
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent

@@ -1,0 +1,131 @@
+"""What limits a run, and what to change: from the waits of its trainer and its rollout slots. Pure.
+
+Trainer and rollouts form a pipeline: whoever waits least limits it. A trainer that starves while nothing holds rollouts
+back wants more of them; slots that wait for credit while the trainer is fed want a faster trainer, or are too many.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.services.monitor.profile.usage import Usage
+
+NOTICED: Final = 0.1
+"""Part of the time from which a wait is worth a change."""
+FULL: Final = 0.9
+"""Part of the time from which an inference server is busy all the time: it waits a little between two requests."""
+
+
+class Advice(NamedTuple):
+    """One line.
+
+    Attributes:
+        share: Part of the time that it is about, 0 to 1.
+        where: Where the time goes.
+        change: What to change.
+    """
+
+    share: float
+    where: str
+    change: str
+
+
+def advice(usage: Usage) -> list[Advice]:
+    """Return at most three lines, the largest share first; a run without a noticeable wait has one that says so."""
+    found = sorted(
+        filter(None, (_trainer(usage), _slots(usage), _queue(usage), _inference(usage))), reverse=True
+    )
+    if found:
+        return found
+    if not usage.trainer_s:
+        return [
+            Advice(0.0, "no trainer has settled a batch and gone on", "`rolloutmq status` says what waits")
+        ]
+    rest = max(usage.starved, usage.blocked)
+    return [
+        Advice(
+            rest, f"nobody waits for more than {rest:.0%} of the time", "trainer and rollouts are balanced"
+        )
+    ]
+
+
+def _trainer(usage: Usage) -> Advice | None:
+    share = usage.starved
+    if share < NOTICED:
+        return None
+    reason = _main(usage.trainer_waits_s) or Wait.NO_BATCH
+    where = f"the trainer waits {share:.0%} of its time for a batch ({reason})"
+    return Advice(share, where, TRAINER.get(reason) or _more_rollouts(usage))
+
+
+def _more_rollouts(usage: Usage) -> str:
+    """Return what brings more groups to a trainer that starves."""
+    held_back = _main(usage.producer_waits_s)
+    if usage.blocked >= NOTICED and held_back in ROOM:
+        return ROOM[held_back]
+    if usage.inference_bound or (usage.busy or 0.0) >= FULL:
+        return MORE_INFERENCE
+    return "more workers: raise `max_workers` of the environment, or `orchestrator.max_processes`"
+
+
+def _slots(usage: Usage) -> Advice | None:
+    share = usage.blocked
+    if share < NOTICED or usage.starved >= NOTICED:
+        return None
+    reason = _main(usage.producer_waits_s)
+    where = f"rollout slots wait {share:.0%} of their time" + (f" ({reason})" if reason else "")
+    return Advice(share, where, SLOTS.get(reason, f"a faster trainer, or {share:.0%} fewer workers"))
+
+
+def _queue(usage: Usage) -> Advice | None:
+    """Name a queue that grows before it is full: until then nobody waits."""
+    share = usage.queued
+    if share < NOTICED or usage.starved >= NOTICED or usage.blocked >= NOTICED:
+        return None
+    where = f"the queue grows by {share:.0%} of the sequences that rollouts make"
+    return Advice(share, where, f"a faster trainer, or {share:.0%} fewer workers")
+
+
+def _inference(usage: Usage) -> Advice | None:
+    """Name a full server where nothing else is noticed of it: rollouts take as long as it needs."""
+    if usage.starved >= NOTICED or usage.blocked >= NOTICED or not usage.inference_bound:
+        return None
+    names = ", ".join(sorted(usage.inference_bound))
+    where = f"inference servers are full, and hold back the workers of {names}"
+    return Advice(usage.busy or 0.0, where, MORE_INFERENCE)
+
+
+def _main(waits_s: Mapping[str, float]) -> str:
+    """Return the reason with the longest waits; empty without one."""
+    return max(waits_s, key=lambda reason: waits_s[reason]) if any(waits_s.values()) else ""
+
+
+MORE_INFERENCE: Final = "more inference: raise `inference.max_engines`, or use faster servers"
+LARGER_MARK: Final = "a larger mark: raise `broker.high_bytes` or `broker.high_groups`"
+SMALLER_GROUPS: Final = "smaller groups: lower `group_size`, or make the batch a multiple of it"
+FASTER_DISK: Final = 'a faster disk, or `broker.durability = "os"`'
+
+TRAINER: Final[Mapping[str, str]] = {
+    Wait.NO_EXACT_FIT: SMALLER_GROUPS,
+    Wait.TOO_FEW_GROUPS: SMALLER_GROUPS,
+    Wait.BATCH_EXCEEDS_CAP: LARGER_MARK,
+    Wait.JOURNAL_SLOW: FASTER_DISK,
+    Wait.MIN_SHARE: "more workers for the environment below its `min_share`, or a smaller one",
+    Wait.LEASED_ELSEWHERE: "settle each batch before the next pull, or restart the rank that is away",
+    Wait.UNSETTLED: "settle groups sooner, or a larger window",
+}
+"""What to change where the trainer waits for a reason that more groups do not end."""
+ROOM: Final[Mapping[str, str]] = {
+    Wait.GLOBAL_FULL: LARGER_MARK,
+    Wait.NO_CREDIT: LARGER_MARK,
+    Wait.LANE_FULL: "a larger mark: raise `high_bytes` of the environment",
+    Wait.JOURNAL_SLOW: FASTER_DISK,
+    Wait.STALE_GUARD: "a larger `max_staleness`: rollouts for the next step wait until this one is trained",
+    Wait.NO_TASKS: "submit tasks sooner: workers wait for them",
+}
+"""What gives room to rollouts that the broker holds back although the trainer starves."""
+SLOTS: Final[Mapping[str, str]] = {
+    Wait.NO_TASKS: "fewer workers, or more tasks",
+    Wait.JOURNAL_SLOW: FASTER_DISK,
+}
+"""What to change where slots wait for another reason than a trainer that takes less than they make."""

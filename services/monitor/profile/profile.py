@@ -1,0 +1,162 @@
+"""`rolloutmq profile`: where the time of a run goes, what to change, and how long each hop of its groups took."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import msgspec
+
+from rolloutmq.bus.rundir import read_run
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.printable import printable, printable_lines
+from rolloutmq.schemas.statistics.histogram import Histogram
+from rolloutmq.schemas.wire.replies import Durability
+from rolloutmq.services.broker.journal.inspect.history import JournalHistory
+from rolloutmq.services.broker.journal.read.versions import require_own_records
+from rolloutmq.services.monitor.profile.advice import Advice, advice
+from rolloutmq.services.monitor.profile.hops import Hop, HopFollower, HopKey, Slowest, merged
+from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, read_usage
+from rolloutmq.services.monitor.status.worker_view import slots_of
+from rolloutmq.services.monitor.text import format
+from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
+from rolloutmq.services.monitor.text.jsonl import read_lines
+
+PERCENTS: Final = (50.0, 95.0, 99.0, 99.9)
+BAR: Final = 24
+"""Width of a bar, in characters."""
+
+
+class Profile(NamedTuple):
+    """What the records of a run say about its time.
+
+    Attributes:
+        usage: Use of time by trainer, rollout slots and inference servers.
+        advice: What limits the run.
+        recorded: Whether the broker keeps a journal; without one there are no hops.
+        hops: Durations by environment and hop.
+        slowest: Slowest group by environment and hop.
+    """
+
+    usage: Usage
+    advice: list[Advice]
+    recorded: bool
+    hops: dict[HopKey, Histogram]
+    slowest: dict[HopKey, Slowest]
+
+
+def profiled(run_dir: Path) -> Profile:
+    """Read the profile of a running or ended run. Blocks on the disk.
+
+    Raises:
+        DamagedFileError: A complete line of `metrics.jsonl` does not decode.
+        RecordVersionError: Another version wrote the journal.
+    """
+    layout = RunLayout(run_dir)
+    require_own_records(layout)
+    usage = read_usage(read_lines(layout.metrics, UsageLine), slots_of(layout))
+    config, _ = read_run(run_dir)
+    recorded = config.broker.durability is not Durability.MEMORY
+    follower = HopFollower()
+    if recorded:
+        for at, event in JournalHistory(layout.journal):
+            follower.apply(at, event)
+    return Profile(usage, advice(usage), recorded, follower.histograms(), follower.slowest())
+
+
+def profile(run_dir: Path, *, as_json: bool) -> int:
+    """Print the profile of a run; return the exit code. FAILED if nothing of it was recorded."""
+    found = profiled(run_dir)
+    if not (found.hops or found.usage.start_s or found.usage.trainer_s):
+        return complain(f"{run_dir}: nothing was recorded yet: no event and no group", FAILED)
+    if as_json:
+        text = msgspec.json.format(msgspec.json.encode(profile_json(found)), indent=2).decode()
+    else:
+        text = "\n".join(map(printable, profile_lines(found)))
+    with reader_may_leave():
+        sys.stdout.write(printable_lines(text) + "\n")
+    return 0
+
+
+def profile_json(found: Profile) -> dict[str, Any]:
+    """Return the profile as plain data; all times in seconds."""
+    usage = found.usage
+    return {
+        "advice": [one._asdict() for one in found.advice],
+        "start_s": usage.start_s,
+        "trainer_s": usage.trainer_s,
+        "starved_s": usage.starved_s,
+        "trainer_waits_s": dict(usage.trainer_waits_s),
+        "slot_s": dict(usage.slot_s),
+        "blocked_s": dict(usage.blocked_s),
+        "producer_waits_s": dict(usage.producer_waits_s),
+        "inference_busy": usage.busy,
+        "inference_bound": sorted(usage.inference_bound),
+        "recorded": found.recorded,
+        "hops": [
+            {
+                "env": key.env,
+                "hop": key.hop.value,
+                "groups": one.count,
+                "mean_s": one.mean_s,
+                **{f"p{percent:g}_s": one.percentile_s(percent) for percent in PERCENTS},
+                "slowest_s": found.slowest[key].seconds,
+                "slowest": found.slowest[key].group_id,
+            }
+            for key, one in found.hops.items()
+        ],
+    }
+
+
+def profile_lines(found: Profile) -> Iterator[str]:
+    """Yield the profile as lines for a person."""
+    usage = found.usage
+    yield f"where the time goes: {seconds(usage.start_s)} to the first settled batch, then {seconds(usage.trainer_s)}"
+    for one in found.advice:
+        yield f"  {one.where}"
+        yield f"    -> {one.change}"
+    yield ""
+    if not found.recorded:
+        yield "no hops: at durability `memory` the broker keeps no journal; `os` and `disk` keep one"
+        return
+    yield from _waterfall(merged(found.hops))
+    yield from _table(found)
+
+
+def _waterfall(hops: dict[Hop, Histogram]) -> Iterator[str]:
+    """Yield the mean way of a group, each hop where the one before ends. The checkpoint comes later, beside others."""
+    way = {hop: one.mean_s for hop, one in hops.items() if hop is not Hop.COMMIT}
+    whole = sum(way.values())
+    if not whole:
+        return
+    yield f"the mean way of a group to the end of its step, {seconds(whole)}"
+    before = 0.0
+    for hop, mean_s in way.items():
+        indent = round(before / whole * BAR)
+        width = max(1, round((before + mean_s) / whole * BAR) - indent)
+        shown = " " * min(indent, BAR - 1) + format.bar(1.0, width)
+        yield f"  {hop.value:<8} {shown:<{BAR + 1}} {seconds(mean_s):>8} {mean_s / whole:>5.0%}"
+        before += mean_s
+    yield ""
+
+
+def _table(found: Profile) -> Iterator[str]:
+    width = max([len("environment"), *(len(key.env) for key in found.hops)])
+    heads = "".join(f"{f'p{percent:g}':>9}" for percent in PERCENTS)
+    yield f"{'environment':<{width}}  {'hop':<8}{'groups':>9}{'mean':>9}{heads}  slowest group"
+    order = list(Hop)
+    for key in sorted(found.hops, key=lambda key: (key.env, order.index(key.hop))):
+        one, slowest = found.hops[key], found.slowest[key]
+        times = "".join(f"{seconds(one.percentile_s(percent)):>9}" for percent in PERCENTS)
+        row = f"{key.env:<{width}}  {key.hop.value:<8}{one.count:>9,}{seconds(one.mean_s):>9}{times}"
+        yield f"{row}  {seconds(slowest.seconds)} {slowest.group_id}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration with three digits, in the unit that fits: `1.34 s`, `52.3 ms`, `840 us`."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= size or unit == "us":
+            scaled = value / size
+            digits = 0 if scaled >= 100 else 1 if scaled >= 10 else 2
+            return f"{scaled:.{digits}f} {unit}"
+    raise AssertionError

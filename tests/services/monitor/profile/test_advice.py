@@ -1,0 +1,66 @@
+"""Advice names what limits a run."""
+
+import pytest
+
+from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.services.monitor.profile.advice import ROOM, SLOTS, TRAINER, advice
+from rolloutmq.services.monitor.profile.usage import Usage
+
+
+def used(
+    *,
+    starved: float = 0.0,
+    blocked: float = 0.0,
+    trainer: str = "no_batch",
+    workers: str = "stale_guard",
+    busy: float | None = None,
+    bound: frozenset[str] = frozenset(),
+    taken: int = 100,
+) -> Usage:
+    return Usage(
+        trainer_s=100.0,
+        starved_s=100 * starved,
+        trainer_waits_s={trainer: 100 * starved, "other": 0.0},
+        slot_s={"sort3": 1000.0},
+        blocked_s={"sort3": 1000 * blocked},
+        producer_waits_s={workers: blocked, "other": 0.0},
+        busy=busy,
+        inference_bound=bound,
+        made=100,
+        taken=taken,
+    )
+
+
+@pytest.mark.parametrize(
+    ("usage", "where", "change"),
+    [
+        (used(starved=0.6), "the trainer waits 60% of its time for a batch (no_batch)", "more workers"),
+        (used(starved=0.6, busy=0.95), "(no_batch)", "more inference"),
+        (used(starved=0.6, busy=0.3, bound=frozenset({"a"})), "(no_batch)", "more inference"),
+        (used(starved=0.6, busy=0.95, blocked=0.5, workers="global_full"), "(no_batch)", "a larger mark"),
+        (used(starved=0.6, blocked=0.5), "(no_batch)", "a larger `max_staleness`"),
+        (used(starved=0.6, trainer="batch_exceeds_cap"), "(batch_exceeds_cap)", "a larger mark"),
+        (used(starved=0.6, trainer="no_exact_fit"), "(no_exact_fit)", "smaller groups"),
+        (used(starved=0.6, trainer="too_few_groups"), "(too_few_groups)", "smaller groups"),
+        (used(starved=0.6, trainer="journal_slow"), "(journal_slow)", "a faster disk"),
+        (
+            used(blocked=0.54),
+            "rollout slots wait 54% of their time (stale_guard)",
+            "a faster trainer, or 54% fewer",
+        ),
+        (used(blocked=0.54, workers="no_tasks"), "(no_tasks)", "fewer workers, or more tasks"),
+        (used(bound=frozenset({"b", "a"}), busy=1.0), "hold back the workers of a, b", "more inference"),
+        (used(taken=60), "the queue grows by 40% of the sequences", "a faster trainer, or 40% fewer workers"),
+        (used(starved=0.6, taken=60), "(no_batch)", "more workers"),
+        (used(starved=0.05, blocked=0.02), "nobody waits for more than 5% of the time", "balanced"),
+        (Usage(), "no trainer has settled a batch", "rolloutmq status"),
+    ],
+)
+def test_the_limit_is_named_with_what_to_change(usage: Usage, where: str, change: str) -> None:
+    (one,) = advice(usage)
+    assert where in one.where
+    assert change in one.change
+
+
+def test_reasons_are_those_of_the_wire() -> None:
+    assert {*TRAINER, *ROOM, *SLOTS} <= set(Wait)

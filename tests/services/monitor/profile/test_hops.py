@@ -1,0 +1,202 @@
+"""Hops of groups, from the events of a journal that was made by hand."""
+
+from pathlib import Path
+
+import pytest
+from tests.services.broker.journal.handmade import TRAINER, Handmade, item, settles, version
+
+from rolloutmq.services.broker.journal.format.events import (
+    Accepted,
+    Carved,
+    Committed,
+    Dropped,
+    Forgot,
+    Leased,
+    Lost,
+    Pulled,
+    Rewound,
+    WasReset,
+)
+from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
+from rolloutmq.services.monitor.profile.hops import BLOCK, Hop, HopFollower, HopKey, merged
+
+NEAR = 0.011
+
+
+@pytest.fixture
+def made(run_dir: Path) -> Handmade:
+    return Handmade(run_dir)
+
+
+def pulled(lease: Leased, rank: int = 0) -> Pulled:
+    return Pulled(lease.number, rank, f"{TRAINER}-{rank}", "r")
+
+
+def follow(follower: HopFollower, *events: tuple[float, AnyEvent]) -> HopFollower:
+    for at, event in events:
+        follower.apply(at, event)
+    return follower
+
+
+def hops(follower: HopFollower) -> dict[str, tuple[int, float]]:
+    """Return the number and the mean of each hop, in whole milliseconds."""
+    told = follower.histograms()
+    assert {key.env for key in told} <= {"sort3"}
+    return {key.hop.value: (one.count, round(one.mean_s, 3)) for key, one in told.items()}
+
+
+def known(follower: HopFollower) -> int:
+    return len(follower._groups) + len(follower._handed_at) + len(follower._new) + len(follower._leases)
+
+
+def test_each_hop_begins_where_the_one_before_ends(made: Handmade) -> None:
+    accepted, lease = made.accept(1), made.lease([1])
+    follower = follow(
+        HopFollower(),
+        (1003.0, accepted),  # its rollout: 1000 to 1001.5; accepted at 1003
+        (1005.0, lease),
+        (1007.0, pulled(lease)),
+        (1017.0, settles(lease, "g1")),
+        (1047.0, Committed(TRAINER, version(1))),
+    )
+    assert hops(follower) == {
+        "rollout": (1, 1.5),
+        "send": (1, 1.5),
+        "queue": (1, 4.0),
+        "train": (1, 10.0),
+        "commit": (1, 30.0),
+    }
+    assert known(follower) == 0
+    assert follower.slowest()[HopKey("sort3", Hop.TRAIN)] == (10.0, "g1")
+    assert [*merged(follower.histograms())] == list(Hop)
+
+
+def test_a_group_that_is_handed_out_again_is_queued_once_and_trained_once(made: Handmade) -> None:
+    first, second = made.lease([1]), made.lease([1])
+    follower = follow(
+        HopFollower(),
+        (1003.0, made.accept(1)),
+        (1004.0, first),
+        (1004.0, pulled(first)),
+        (1010.0, Lost(first.number, failed=True, why="gone")),
+        (1020.0, second),
+        (1021.0, pulled(second)),
+        (1024.0, settles(second, "g1")),
+    )
+    told = hops(follower)
+    assert (told["queue"], told["train"]) == ((1, 1.0), (1, 3.0))
+
+
+def test_ranks_have_hops_of_their_own_and_a_batch_is_whole_with_the_last(made: Handmade) -> None:
+    lease = made.lease([1], [2])
+    follower = follow(
+        HopFollower(),
+        *((1003.0, made.accept(order)) for order in (1, 2)),
+        (1006.0, lease),
+        (1006.0, pulled(lease, 0)),
+        (1008.0, pulled(lease, 1)),
+        (1010.0, settles(lease, "g1", rank=0)),
+        (1011.0, Committed(TRAINER, version(1))),  # the batch is not settled yet
+        (1012.0, settles(lease, "g2", rank=1)),
+        (1013.0, Committed(TRAINER, version(1))),
+    )
+    told = hops(follower)
+    assert told["train"] == (2, 4.0)
+    assert told["queue"] == (2, 3.5)
+    assert told["commit"] == (2, 1.0)
+
+
+def test_groups_of_a_window_are_settled_apart(made: Handmade) -> None:
+    lease = made.lease([1, 2])
+    carved = Carved(9, 9, TRAINER, "key", (2,))
+    made.leases = 8
+    own = made.lease([2])
+    assert own.number == 9
+    follower = follow(
+        HopFollower(),
+        *((1003.0, made.accept(order)) for order in (1, 2)),
+        (1006.0, lease),
+        (1006.0, pulled(lease)),
+        (1007.0, carved),
+        (1007.0, settles(own, "g2")),
+        (1010.0, settles(lease, "g1")),
+        (1011.0, Committed(TRAINER, version(1))),
+    )
+    told = hops(follower)
+    assert told["train"] == (2, 2.5)
+    assert told["commit"] == (2, 2.5)
+    assert known(follower) == 0
+
+
+def test_a_hop_without_a_known_beginning_is_left_out(made: Handmade) -> None:
+    """The history begins with a snapshot: a group that was delivered before, and one that was not."""
+    lease = made.lease([1, 2])
+    follower = follow(
+        HopFollower(),
+        (1003.0, item(made.accept(1), deliveries=1)),
+        (1003.0, item(made.accept(2))),
+        (1006.0, lease),
+        (1006.0, pulled(lease)),
+    )
+    assert hops(follower) == {"queue": (1, 2.0)}
+    unknown = made.lease([77])
+    assert hops(follow(HopFollower(), (1.0, pulled(unknown)), (2.0, settles(unknown, "g77")))) == {}
+
+
+def test_a_group_without_times_has_no_rollout(made: Handmade) -> None:
+    accepted = made.accept(1)
+    header = accepted.header
+    bare = type(header)(
+        **{name: getattr(header, name) for name in header.__struct_fields__ if not name.endswith("_at")},
+        started_at=0.0,
+        finished_at=0.0,
+    )
+    fields = {name: getattr(accepted, name) for name in accepted.__struct_fields__}
+    assert hops(follow(HopFollower(), (1.0, Accepted(**{**fields, "header": bare})))) == {}
+
+
+@pytest.mark.parametrize("end", ["dropped", "forgotten", "reset", "resumed"])
+def test_nothing_of_an_ended_group_is_remembered(made: Handmade, end: str) -> None:
+    lease = made.lease([1])
+    follower = follow(HopFollower(), (1003.0, made.accept(1)))
+    if end == "dropped":
+        follow(follower, (1004.0, Dropped(1, "expired", "stale")))
+    elif end == "reset":
+        follow(follower, (1004.0, lease), (1004.0, pulled(lease)), (1005.0, WasReset("by hand")))
+    else:
+        follow(follower, (1004.0, lease), (1004.0, pulled(lease)), (1005.0, settles(lease, "g1")))
+        last = Forgot(TRAINER, 1) if end == "forgotten" else Rewound(TRAINER, version(1), "trainer-0")
+        follow(follower, (1006.0, last))
+    assert known(follower) == 0
+    assert "commit" not in hops(follower)
+
+
+def test_a_batch_after_the_checkpoint_comes_again(made: Handmade) -> None:
+    first, again = made.lease([1], step=5), made.lease([1], step=5, again=True)
+    follower = follow(
+        HopFollower(),
+        (1003.0, made.accept(1)),
+        (1004.0, first),
+        (1004.0, pulled(first)),
+        (1005.0, settles(first, "g1")),
+        (1100.0, Rewound(TRAINER, version(4), "trainer-0")),
+        (1101.0, again),
+        (1101.0, pulled(again)),
+        (1103.0, settles(again, "g1")),
+        (1104.0, Committed(TRAINER, version(5))),
+    )
+    told = hops(follower)
+    assert told["queue"] == (1, 1.0)
+    assert told["train"] == (2, 1.5)
+    assert told["commit"] == (1, 1.0)
+
+
+def test_many_groups_enter_in_blocks(made: Handmade) -> None:
+    accepted = made.accept(1)
+    fields = {name: getattr(accepted, name) for name in accepted.__struct_fields__}
+    follower = HopFollower()
+    for order in range(1, 2 * BLOCK + 11):
+        follower.apply(1.0, Accepted(**{**fields, "order": order}))
+    told = follower.histograms()[HopKey("sort3", Hop.ROLLOUT)]
+    assert told.count == 2 * BLOCK + 10
+    assert told.percentile_s(99) == pytest.approx(1.5, rel=NEAR)

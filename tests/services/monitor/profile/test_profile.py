@@ -1,0 +1,94 @@
+"""`rolloutmq profile` of runs that were made by hand, and of one that ran."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.services.broker.journal.handmade import TRAINER, Handmade, began, settles, version
+
+from rolloutmq.schemas.wire.control import Pressure
+from rolloutmq.services.broker.journal.format.events import Committed, Pulled
+from rolloutmq.services.monitor.profile.profile import profile, seconds
+from rolloutmq.services.monitor.profile.usage import UsageLine
+
+
+def recorded(run_dir: Path, durability: str = "disk") -> Handmade:
+    made = Handmade(run_dir, durability)
+    lines = [
+        {
+            "t": 10.0 + at,
+            "topic": "pressure",
+            "kind": "pressure",
+            "epoch": 1,
+            "trainers": 1,
+            "settled_busy_s": 10.0 + at,
+            "starved_s": 0.75 * at,
+            "trainer_waits_s": {"no_batch": 0.75 * at},
+        }
+        for at in range(5)
+    ]
+    made.layout.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return made
+
+
+def trained(made: Handmade) -> None:
+    lease = made.lease([1, 2])
+    made.log(
+        began(),
+        [made.accept(1), made.accept(2)],
+        [lease, Pulled(lease.number, 0, TRAINER, "r")],
+        [settles(lease, "g1", filtered=("g2",))],
+        [Committed(TRAINER, version(1))],
+    )
+
+
+def test_a_person_sees_where_the_time_goes_and_each_hop(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(recorded(run_dir))
+    assert profile(run_dir, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "the trainer waits 75% of its time for a batch (no_batch)\n    -> more workers" in told
+    assert "the mean way of a group to the end of its step" in told
+    rows = [line.split() for line in told.splitlines() if line.startswith("sort3")]
+    assert [row[1] for row in rows] == ["rollout", "send", "queue", "train", "commit"]
+    assert rows[0][2:5] == ["2", "1.50", "s"]
+    assert rows[2][-1] == "g1"  # accepted a second before the other, and pulled with it
+
+
+def test_a_program_gets_seconds(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(recorded(run_dir))
+    assert profile(run_dir, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["starved_s"], told["trainer_s"]) == (3.0, 4.0)
+    (rollout,) = (one for one in told["hops"] if one["hop"] == "rollout")
+    assert rollout["groups"] == 2
+    assert rollout["p50_s"] == pytest.approx(1.5, rel=0.011)
+    assert rollout["mean_s"] == pytest.approx(1.5)
+
+
+def test_without_a_journal_there_are_no_hops(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(run_dir, "memory")
+    assert profile(run_dir, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "no_batch" in told
+    assert "no hops: at durability `memory`" in told
+
+
+def test_a_run_without_a_record_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Handmade(run_dir)
+    assert profile(run_dir, as_json=False) == 1
+    assert "nothing was recorded yet" in capsys.readouterr().err
+
+
+def test_the_fields_are_those_of_the_event() -> None:
+    own = {"t", "kind", "name", "busy", "env", "bound", "want"}
+    assert set(UsageLine.__struct_fields__) - own <= set(Pressure.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0.0, "0.00 us"), (8.4e-4, "840 us"), (0.0523, "52.3 ms"), (1.34, "1.34 s"), (3600.0, "3600 s")],
+)
+def test_durations_have_three_digits(value: float, shown: str) -> None:
+    assert seconds(value) == shown

@@ -1,0 +1,90 @@
+"""Use of time, summed over the events of a run."""
+
+from rolloutmq.services.monitor.profile.usage import LaneLine, UsageLine, WorkerLine, read_usage
+
+READY, GONE = WorkerLine("sort3", "ready"), WorkerLine("sort3", "gone")
+
+
+def pressure(t: float, *workers: WorkerLine, epoch: int = 1, trainers: int = 1, **sums: object) -> UsageLine:
+    """Return the event of a broker that has settled a batch, unless `settled_busy_s` says 0."""
+    sums = {"settled_busy_s": t} | sums
+    return UsageLine(t=t, kind="pressure", epoch=epoch, trainers=trainers, workers=workers, **sums)  # type: ignore[arg-type]
+
+
+def test_time_is_summed_from_one_event_to_the_next() -> None:
+    lines = [
+        pressure(10.0, READY, trainers=0),
+        pressure(12.0, READY, READY),
+        pressure(13.0, READY, GONE, starved_s=0.5, trainer_waits_s={"no_batch": 0.5}),
+        pressure(14.0, blocked_s={"sort3": 12.0}, starved_s=0.5, producer_waits_s={"no_credit": 3.0}),
+    ]
+    found = read_usage(lines, {"sort3": 4})
+    assert (found.start_s, found.trainer_s) == (0.0, 2.0)
+    assert found.slot_s == {"sort3": 4 * (2 + 2 + 1)}
+    assert (found.starved, found.blocked) == (0.25, 0.6)
+    assert found.producer_waits_s == {"no_credit": 3.0}
+    assert read_usage(lines, {}).slot_s == {"sort3": 5.0}
+
+
+def test_the_time_to_the_first_settled_batch_is_told_apart() -> None:
+    lines = [
+        pressure(10.0, READY, settled_busy_s=0.0),
+        pressure(15.0, READY, settled_busy_s=0.0, starved_s=5.0, trainer_waits_s={"no_batch": 5.0}),
+        pressure(16.0, READY, starved_s=5.5, trainer_waits_s={"no_batch": 5.5}, blocked_s={"sort3": 4.0}),
+        pressure(20.0, READY, starved_s=6.5, trainer_waits_s={"no_batch": 6.5}, blocked_s={"sort3": 5.0}),
+    ]
+    found = read_usage(lines, {})
+    assert (found.start_s, found.trainer_s, found.starved_s) == (6.0, 4.0, 1.0)
+    assert (found.trainer_waits_s, found.blocked_s) == ({"no_batch": 1.0}, {"sort3": 1.0})
+
+
+def test_each_life_of_the_broker_has_its_own_sums() -> None:
+    lines = [
+        pressure(10.0, epoch=1, starved_s=1.0, trainer_waits_s={"no_batch": 1.0}),
+        pressure(11.0, epoch=1, starved_s=2.0, trainer_waits_s={"no_batch": 2.0}),
+        pressure(500.0, epoch=2, starved_s=0.5, trainer_waits_s={"min_share": 0.5}),
+        pressure(504.0, epoch=2, starved_s=1.0, trainer_waits_s={"min_share": 1.0}),
+        pressure(520.0, epoch=2, starved_s=1.0, trainer_waits_s={"min_share": 1.0}),
+    ]
+    found = read_usage(lines, {})
+    assert found.trainer_s == 5.0  # nothing was recorded for the last 16 seconds, nor between the two
+    assert found.starved_s == 1.5
+    assert found.trainer_waits_s == {"no_batch": 1.0, "min_share": 0.5}
+
+
+def test_servers_count_while_there_is_a_trainer_and_decisions_once_a_demand_is_known() -> None:
+    def engine(busy: float) -> UsageLine:
+        return UsageLine(t=1.0, kind="engine_sample", name="e", busy=busy)
+
+    def decision(env: str, bound: str, want: float | None = 2.0) -> UsageLine:
+        return UsageLine(t=1.0, kind="scale_decision", env=env, bound=bound, want=want)
+
+    found = read_usage(
+        [
+            engine(0.0),
+            pressure(10.0),
+            *(engine(busy) for busy in (0.5, 1.0)),
+            *(decision("a", bound) for bound in ("inference_bound", "inference_bound", "")),
+            *(
+                decision("b", bound, want)
+                for bound, want in (("inference_bound", None), ("max_workers", 3.0))
+            ),
+        ],
+        {},
+    )
+    assert found.busy == 0.75
+    assert found.inference_bound == {"a"}
+
+
+def test_what_rollouts_make_is_compared_with_what_the_trainer_takes() -> None:
+    def lanes(accepted: int, settled: int) -> tuple[LaneLine, ...]:
+        return LaneLine(0, accepted, settled), LaneLine(1, 10 * accepted, 0)
+
+    found = read_usage([pressure(1.0, lanes=lanes(100, 90)), pressure(2.0, lanes=lanes(200, 150))], {})
+    assert (found.made, found.taken, found.queued) == (100, 60, 0.4)
+
+
+def test_nothing_recorded_is_no_use() -> None:
+    found = read_usage([], {})
+    assert (found.starved, found.blocked, found.busy) == (0.0, 0.0, None)
+    assert read_usage([pressure(1.0)], {}).trainer_s == 0.0
