@@ -44,7 +44,9 @@ STEER = "Steer"
 
 ConfigFile = Annotated[Path, typer.Argument(help="Run configuration (TOML).", show_default=False)]
 Gpu = Annotated[str, typer.Argument(help="GPU UUID, or an unambiguous prefix of one.", show_default=False)]
-GroupId = Annotated[str, typer.Argument(help="Group id.", show_default=False)]
+GroupId = Annotated[
+    str, typer.Argument(help="Group id.", show_default=False, autocompletion=completion.groups)
+]
 
 ledger = typer.Typer(help="Audit the ledger of accepted groups.", no_args_is_help=True)
 dead = typer.Typer(help="Inspect dead-lettered groups, or queue them again.", no_args_is_help=True)
@@ -92,7 +94,10 @@ def up(
 @app.command("try", rich_help_panel=RUN)
 def try_rollouts(
     config: ConfigFile,
-    env: Annotated[str, typer.Argument(help="Environment. Default: the only one.")] = "",
+    env: Annotated[
+        str,
+        typer.Argument(help="Environment. Default: the only one.", autocompletion=completion.configured),
+    ] = "",
     count: Annotated[int, typer.Option("--count", "-n", help="Number of rollouts.", min=1)] = 1,
     size: Annotated[
         int | None,
@@ -261,7 +266,9 @@ def doctor(
     rewards: Annotated[
         str | None,
         typer.Option(
-            metavar="ENV", help="Score the same rollouts of this environment again, also in other processes."
+            metavar="ENV",
+            help="Score the same rollouts of this environment again, also in other processes.",
+            autocompletion=completion.configured,
         ),
     ] = None,
 ) -> None:
@@ -346,7 +353,9 @@ def logs(
 
 @app.command(rich_help_panel=INSPECT)
 def tail(
-    topic: Annotated[str, typer.Argument(help="Topic prefix. Default: all topics.")] = "",
+    topic: Annotated[
+        str, typer.Argument(help="Topic prefix. Default: all topics.", autocompletion=completion.topics)
+    ] = "",
     run_dir: ReadOption = None,
 ) -> None:
     """Print bus events as JSON lines; of an ended run, the recorded ones."""
