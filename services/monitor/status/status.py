@@ -30,11 +30,12 @@ from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluations
-from rolloutmq.services.monitor.report.history import Lately, ran_s, read_lately
+from rolloutmq.services.monitor.report.history import ran_s
 from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.ended import LABEL_CHARS, show_ended
 from rolloutmq.services.monitor.status.gpus import read_gpus
+from rolloutmq.services.monitor.status.lately import Lately, read_lately
 from rolloutmq.services.monitor.status.trainers import trouble
 from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,

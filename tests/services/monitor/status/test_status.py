@@ -48,9 +48,9 @@ from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
 from rolloutmq.services.monitor import liveness
-from rolloutmq.services.monitor.report.history import Lately
 from rolloutmq.services.monitor.status import orchestrator_view
 from rolloutmq.services.monitor.status import status as command
+from rolloutmq.services.monitor.status.lately import Lately
 from rolloutmq.services.monitor.status.status import RunDetails, status, status_json, status_text
 from rolloutmq.services.monitor.status.waits import outside
 from rolloutmq.services.monitor.status.worker_view import joined
