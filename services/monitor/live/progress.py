@@ -61,7 +61,7 @@ def describe(board: RunState, now: float) -> str:
     if silent := board.silent_s(now):
         return "  ".join([*parts, f"the broker is silent for {silent:.0f} s"])
     health = [f"{one.env}: {one.finding}" for one in board.findings(now)]
-    return "  ".join([*parts, *_waits(board), *health])
+    return "  ".join([*parts, *_waits(board, now), *health])
 
 
 def _workers(board: RunState, now: float) -> str:
@@ -70,11 +70,11 @@ def _workers(board: RunState, now: float) -> str:
     return " ".join([str(ready), *(f"+{count} {state}" for state, count in counts.items())])
 
 
-def _waits(board: RunState) -> list[str]:
+def _waits(board: RunState, now: float) -> list[str]:
     pressure = board.pressure
     if pressure is None:
         return []
-    engines, _, _ = waits.before_start(pressure, board.unserved).partition(",")
+    engines, _, _ = waits.before_start(pressure, board.unserved, board.counts(now)).partition(",")
     lanes = [lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait)]
     reasons = dict.fromkeys([engines, *lanes] if engines else lanes)
     waiting, _, _ = (board.outside or waits.trainer(pressure)).partition(",")
