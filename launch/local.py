@@ -271,8 +271,7 @@ class Launcher:
                 with contextlib.suppress(WireError):
                     found = codec.decode_event(event[1]) if event is not None else None
                     if isinstance(found, HealthFinding) and found.finding in names and not found.ended:
-                        what = f"{found.finding} of {found.env}: {found.problem}; {found.remedy}"
-                        return Ending(EXIT_FAILED, f"health.stop_on: {what}")
+                        return stopped_on(found)
 
     async def _stop(self, reason: str) -> None:
         limits = self._config.orchestrator
@@ -320,6 +319,12 @@ def _verdict(views: Mapping[str, ProcessView]) -> Ending | None:
         if view.phase in OVER and view.role is not Role.TRAINER:
             return Ending(EXIT_FAILED, f"{view.name} ended: {view.reason}")
     return None
+
+
+def stopped_on(found: HealthFinding) -> Ending:
+    """Return how a run ends on a finding of `health.stop_on`; to have learned the tasks is no failure."""
+    what = f"{found.finding} of {found.env}: {found.problem}; {found.remedy}"
+    return Ending(EXIT_DONE if found.finding == "solved" else EXIT_FAILED, f"health.stop_on: {what}")
 
 
 async def trained(layout: RunLayout, steps: int) -> Ending:

@@ -27,6 +27,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.live.top import PlainView
@@ -351,3 +352,9 @@ def test_an_environment_that_ends_the_run_shows_the_exception_of_its_code(
     assert capsys.readouterr().out.endswith(
         "\nlast error of environment bad: ZeroDivisionError: division by zero (bad.py:16)\n\n    bad.py:16: in score\n"
     )
+
+
+@pytest.mark.parametrize(("finding", "code"), [("solved", 0), ("collapse", 1)])
+def test_a_run_that_ends_on_a_finding_fails_unless_it_has_learned(finding: str, code: int) -> None:
+    found = HealthFinding(env="math", at=0.0, finding=finding, problem="found", remedy="act")
+    assert local.stopped_on(found) == local.Ending(code, f"health.stop_on: {finding} of math: found; act")

@@ -123,7 +123,7 @@ def health_lines(board: RunState, now: float) -> list[Text]:
     rows = [
         _row(
             "health",
-            Text(f"{one.env}: {one.problem}", style="bold yellow"),
+            Text(f"{one.env}: {one.problem}", style="green" if one.finding == "solved" else "bold yellow"),
             Text(f"; {one.remedy}", style=QUIET),
         )
         for one in found[:FINDINGS_SHOWN]
