@@ -68,6 +68,9 @@ def up(
     replay: Annotated[
         bool, typer.Option("--replay", help="Record every group on disk for `rolloutmq replay`.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print lines of JSON: progress, then the end.")
+    ] = False,
 ) -> None:
     """Start a run and watch it until it ends."""
     from rolloutmq.launch import local
@@ -87,8 +90,8 @@ def up(
         require_run(resolved.run.dir)
     if detach:  # a download may take longer than one waits for the broker of a detached run
         fetched(resolved, sources_of(RunLayout(resolved.run.dir)) if resume else (), tell=local.tell)
-        raise typer.Exit(steer.detach(resolved, sys.argv[1:]))
-    raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain)))
+        raise typer.Exit(answered(lambda: steer.detach(resolved, sys.argv[1:]), as_json=as_json))
+    raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain, as_json=as_json)))
 
 
 @app.command("try", rich_help_panel=RUN)
