@@ -44,7 +44,9 @@ STEER = "Steer"
 
 ConfigFile = Annotated[Path, typer.Argument(help="Run configuration (TOML).", show_default=False)]
 Gpu = Annotated[str, typer.Argument(help="GPU UUID, or an unambiguous prefix of one.", show_default=False)]
-GroupId = Annotated[str, typer.Argument(help="Group id.", show_default=False)]
+GroupId = Annotated[
+    str, typer.Argument(help="Group id.", show_default=False, autocompletion=completion.groups)
+]
 
 ledger = typer.Typer(help="Audit the ledger of accepted groups.", no_args_is_help=True)
 dead = typer.Typer(help="Inspect dead-lettered groups, or queue them again.", no_args_is_help=True)
@@ -66,6 +68,9 @@ def up(
     replay: Annotated[
         bool, typer.Option("--replay", help="Record every group on disk for `rolloutmq replay`.")
     ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print lines of JSON: progress, then the end.")
+    ] = False,
 ) -> None:
     """Start a run and watch it until it ends."""
     from rolloutmq.launch import local
@@ -85,14 +90,17 @@ def up(
         require_run(resolved.run.dir)
     if detach:  # a download may take longer than one waits for the broker of a detached run
         fetched(resolved, sources_of(RunLayout(resolved.run.dir)) if resume else (), tell=local.tell)
-        raise typer.Exit(steer.detach(resolved, sys.argv[1:]))
-    raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain)))
+        raise typer.Exit(answered(lambda: steer.detach(resolved, sys.argv[1:]), as_json=as_json))
+    raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain, as_json=as_json)))
 
 
 @app.command("try", rich_help_panel=RUN)
 def try_rollouts(
     config: ConfigFile,
-    env: Annotated[str, typer.Argument(help="Environment. Default: the only one.")] = "",
+    env: Annotated[
+        str,
+        typer.Argument(help="Environment. Default: the only one.", autocompletion=completion.configured),
+    ] = "",
     count: Annotated[int, typer.Option("--count", "-n", help="Number of rollouts.", min=1)] = 1,
     size: Annotated[
         int | None,
@@ -261,7 +269,9 @@ def doctor(
     rewards: Annotated[
         str | None,
         typer.Option(
-            metavar="ENV", help="Score the same rollouts of this environment again, also in other processes."
+            metavar="ENV",
+            help="Score the same rollouts of this environment again, also in other processes.",
+            autocompletion=completion.configured,
         ),
     ] = None,
 ) -> None:
@@ -346,7 +356,9 @@ def logs(
 
 @app.command(rich_help_panel=INSPECT)
 def tail(
-    topic: Annotated[str, typer.Argument(help="Topic prefix. Default: all topics.")] = "",
+    topic: Annotated[
+        str, typer.Argument(help="Topic prefix. Default: all topics.", autocompletion=completion.topics)
+    ] = "",
     run_dir: ReadOption = None,
 ) -> None:
     """Print bus events as JSON lines; of an ended run, the recorded ones."""

@@ -13,6 +13,7 @@ alone.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import secrets
@@ -85,11 +86,13 @@ class UpOptions:
         resume: Resume the run in the run directory.
         plain: Print progress lines even on a terminal.
         picture: Draw `report.png` at the end.
+        as_json: Print lines of JSON alone: `event` names the kind of each.
     """
 
     resume: bool = False
     plain: bool = False
     picture: bool = True
+    as_json: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,8 @@ def up(config: RunConfig, options: UpOptions) -> int:
         if found.sources:
             write_json(layout.hub, found.sources)
         write_json(layout.config, config)
-        with _listener(config, layout) as listener:
-            view = make_view(config, plain=options.plain)
+        with _listener(config, layout, as_json=options.as_json) as listener:
+            view = make_view(config, plain=options.plain, as_json=options.as_json)
             launcher = Launcher(config, layout, token, view, listener, options)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(launcher.run()).code
@@ -148,7 +151,9 @@ def tell(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _listener(config: RunConfig, layout: RunLayout) -> Iterator[socket.socket | None]:
+def _listener(
+    config: RunConfig, layout: RunLayout, *, as_json: bool = False
+) -> Iterator[socket.socket | None]:
     """Hold the gateway's socket, so that its clients queue while the gateway restarts.
 
     Raises:
@@ -162,7 +167,9 @@ def _listener(config: RunConfig, layout: RunLayout) -> Iterator[socket.socket | 
         bound.listen(BACKLOG)
         host, port = bound.getsockname()[:2]
         with contextlib.suppress(OutputFailedError), reader_may_leave():
-            sys.stdout.write(f"serving http://{host}:{port} (API documentation: /docs)\n")
+            serving = f"serving http://{host}:{port} (API documentation: /docs)"
+            told = json.dumps({"event": "serving", "url": f"http://{host}:{port}"}) if as_json else serving
+            sys.stdout.write(f"{told}\n")
         yield bound
 
 
@@ -203,8 +210,13 @@ class Launcher:
             # These calls block the loop, so that a signal cannot interrupt the summary.
             clear(self._config, self._layout)
             trim_journal(self._layout)
-            conclude(self._config, self._layout, ending.reason, picture=self._options.picture)
-            if report := failure_report(self._layout, ending.reason, began):
+            report, as_json = failure_report(self._layout, ending.reason, began), self._options.as_json
+            if report and as_json:  # the line of the end is the last one
+                sys.stdout.write(json.dumps({"event": "failure", "text": report}) + "\n")
+            conclude(
+                self._config, self._layout, ending.reason, picture=self._options.picture, as_json=as_json
+            )
+            if report and not as_json:
                 sys.stdout.write(f"\n{report}")
         return ending
 
@@ -271,8 +283,7 @@ class Launcher:
                 with contextlib.suppress(WireError):
                     found = codec.decode_event(event[1]) if event is not None else None
                     if isinstance(found, HealthFinding) and found.finding in names and not found.ended:
-                        what = f"{found.finding} of {found.env}: {found.problem}; {found.remedy}"
-                        return Ending(EXIT_FAILED, f"health.stop_on: {what}")
+                        return stopped_on(found)
 
     async def _stop(self, reason: str) -> None:
         limits = self._config.orchestrator
@@ -320,6 +331,12 @@ def _verdict(views: Mapping[str, ProcessView]) -> Ending | None:
         if view.phase in OVER and view.role is not Role.TRAINER:
             return Ending(EXIT_FAILED, f"{view.name} ended: {view.reason}")
     return None
+
+
+def stopped_on(found: HealthFinding) -> Ending:
+    """Return how a run ends on a finding of `health.stop_on`; to have learned the tasks is no failure."""
+    what = f"{found.finding} of {found.env}: {found.problem}; {found.remedy}"
+    return Ending(EXIT_DONE if found.finding == "solved" else EXIT_FAILED, f"health.stop_on: {what}")
 
 
 async def trained(layout: RunLayout, steps: int) -> Ending:

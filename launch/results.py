@@ -214,7 +214,9 @@ def _of(events: Iterable[AnyEvent], wanted: Collection[str]) -> Iterable[tuple[s
 logger = logging.getLogger(__name__)
 
 
-def conclude(config: RunConfig, layout: RunLayout, reason: str, *, picture: bool = True) -> None:
+def conclude(
+    config: RunConfig, layout: RunLayout, reason: str, *, picture: bool = True, as_json: bool = False
+) -> None:
     """Write summary and picture of an ended run, and print the result.
 
     Args:
@@ -222,12 +224,16 @@ def conclude(config: RunConfig, layout: RunLayout, reason: str, *, picture: bool
         layout: Files of the run.
         reason: Why the run ended.
         picture: Draw the picture.
+        as_json: Print one line of JSON: `event`, which is "end", and the summary.
     """
     records = _read(layout, is_ours=config.trainer.enabled)
     found = survey(layout, records.saved, records.ledger)
     summary = _summary(config, layout, reason, None, records, found)
     write_private(layout.summary, json.dumps(summary, indent=2).encode() + b"\n")
     drawn = _picture(config, layout, summary) if picture else None
+    if as_json:
+        sys.stdout.write(json.dumps({"event": "end", "summary": summary}) + "\n")
+        return
     lines = _lines(config, layout, summary, drawn, found)
     sys.stdout.write("\n".join(lines) + "\n")
 

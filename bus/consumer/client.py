@@ -378,7 +378,8 @@ class Consumer:
         Waits for the broker. Cancelled or late: repeat the call.
 
         Args:
-            version: Policy of the checkpoint.
+            version: Policy of the checkpoint. It may be ahead of the last settlement: a step stands whose lease was
+                lost, and its groups are settled when they come again.
             timeout_s: Longest wait in seconds; None waits without a limit.
 
         Raises:

@@ -331,7 +331,8 @@ class GroupConsumer:
             filtered: Groups without a learning signal, or too stale for the loss.
             rejected: Unusable groups, with the reason; they become dead letters.
             version: Policy after the step. None: one step after the last settlement if a group was trained on,
-                otherwise the same.
+                otherwise the same. It may be several steps on, since a trainer may take steps without a group of the
+                run; that is logged, for queued groups are then that much staler.
             timeout_s: Longest wait in seconds; None waits without a limit.
 
         Returns:
@@ -398,6 +399,11 @@ class GroupConsumer:
             reply, _ = await self._link.ask(message)
             if not isinstance(reply, Settled):
                 raise wrong_reply(reply, message)
+            if (skipped := policy.step - self.version.step - 1) > 0:
+                logger.warning(
+                    "steps were taken without a group, queued groups are that much staler; if there were none, correct "
+                    "the step of `version` skipped=%d version=%s", skipped, policy,
+                )  # fmt: skip
             self.version = max(self.version, policy)
         self.progress()
         return reply
@@ -408,7 +414,8 @@ class GroupConsumer:
         Waits for the broker. Cancelled or late: repeat the call.
 
         Args:
-            version: Policy of the checkpoint.
+            version: Policy of the checkpoint. It may be ahead of the last settlement: a step stands whose lease was
+                lost, and its groups are settled when they come again.
             timeout_s: Longest wait in seconds; None waits without a limit.
 
         Raises:

@@ -13,6 +13,9 @@ TELEMETRY: Final = b"telemetry."
 ACK: Final = b"ack."
 CONTROL: Final = b"control."
 
+HEADS: Final = ("ack", "control", "policy", "pressure", "step", "telemetry")
+"""First part of every topic."""
+
 FORWARDED: Final = (TELEMETRY, POLICY, STEP)
 """Prefixes that the broker forwards from `publish`; it publishes all other topics itself."""
 

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from rolloutmq.launch.commands.ledger import recorded
-from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.services.broker.journal.inspect.explain import (
     GroupHistory,
@@ -17,7 +17,6 @@ from rolloutmq.services.broker.journal.inspect.explain import (
     origin,
 )
 from rolloutmq.services.broker.journal.read.versions import require_own_records
-from rolloutmq.services.monitor.report.summary import settled_lines
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -63,16 +62,23 @@ def notes(layout: RunLayout, group_id: str) -> Iterator[HistoryEntry]:
             if line.group_id == group_id:
                 details = {"producer": path.stem, "session": line.session, "seq": line.seq}
                 yield HistoryEntry(line.at, "acked", details)
-    for batch in settled_lines(layout):
-        for event in ("trained", "filtered", "rejected"):
-            if group_id in getattr(batch, event):
-                policy = f"{batch.version.incarnation}.{batch.version.step}"
-                yield HistoryEntry(
-                    batch.at, event, {"policy": policy} | ({"rewound": True} if batch.rewound else {})
-                )
+    # The broker's log has every settlement, that of a trainer more: two trainers may have trained one run in turn.
+    yield from list(_settlements(layout.trained, group_id)) or _settlements(layout.settled, group_id)
     for dropped in read_lines(layout.dropped, DroppedGroup):
         if dropped.group_id == group_id:
             yield HistoryEntry(dropped.at, dropped.state, {"reason": dropped.reason})
+
+
+def _settlements(log: Path, group_id: str) -> Iterator[HistoryEntry]:
+    """Yield the settlements of a group in the log of a trainer or of the broker."""
+    for batch in read_lines(log, SettledBatch):
+        for event in ("trained", "filtered", "rejected"):
+            if group_id in getattr(batch, event):
+                details: dict[str, Any] = {"step": batch.version.step} if event == "trained" else {}
+                details["policy"] = f"{batch.version.incarnation}.{batch.version.step}"
+                details |= {"consumer": batch.consumer} if batch.consumer else {}
+                details |= {"rewound": True} if batch.rewound else {}
+                yield HistoryEntry(batch.at, event, details)
 
 
 def _fields(story: GroupHistory) -> dict[str, Any]:

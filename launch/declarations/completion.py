@@ -1,9 +1,14 @@
-"""Completion of names in a shell: runs, and the environments, workers and logs of a run.
+"""Completion of names in a shell: runs, and the environments, workers, logs, topics and groups of a run.
 
-The names come from the files of a run alone: no process is asked, and what cannot be read has no names. Without
-`--run-dir` on the line, those of the newest run below `runs/` are offered.
+The names come from the files of a run, or of its configuration, alone: no process is asked, and what cannot be read has
+no names. Without `--run-dir` on the line, those of the newest run below `runs/` are offered.
 """
 
+import json
+import os
+import tomllib
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,6 +16,10 @@ import typer
 
 RUNS: Final = Path("runs")
 FIRST_ENGINE: Final = "inference"
+TAIL_BYTES: Final = 1 << 18
+"""End of a log that is searched for names: a shell waits for them."""
+GROUPS: Final = 100
+"""Most groups that are offered, the newest."""
 
 
 def runs(incomplete: str) -> list[str]:
@@ -25,6 +34,36 @@ def environments(context: typer.Context, incomplete: str) -> list[str]:
     """Return the environments of the run that begin so, and `inference`."""
     names = [*_section(context, "environment"), FIRST_ENGINE]
     return [name for name in names if name.startswith(incomplete)]
+
+
+def configured(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the environments that begin so: of the configuration that the line names, else of the run."""
+    files = [
+        value for value in context.params.values() if isinstance(value, Path) and value.suffix == ".toml"
+    ]
+    names = _environments_of(files[0]) if files else _section(context, "environment")
+    return [name for name in names if name.startswith(incomplete)]
+
+
+def topics(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the topics that begin so: those of every run, and what the run recorded last."""
+    from rolloutmq.bus.encoding.topics import HEADS
+
+    recorded = (line.get("topic") for line in _last_lines(_run(context), "metrics.jsonl"))
+    names = {*HEADS, *(name for name in recorded if isinstance(name, str))}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def groups(context: typer.Context, incomplete: str) -> list[str]:
+    """Return the groups that begin so, of those that were settled or dropped last; of each log the newest first."""
+    found: dict[str, None] = {}
+    for log in ("trained.jsonl", "settled.jsonl", "dropped.jsonl"):
+        for line in reversed(_last_lines(_run(context), log)):
+            found |= dict.fromkeys([line["group_id"]] if isinstance(line.get("group_id"), str) else [])
+            for outcome in ("trained", "filtered", "rejected"):
+                names = line.get(outcome)
+                found |= dict.fromkeys(map(str, names) if isinstance(names, list) else ())
+    return list(islice((name for name in found if name.startswith(incomplete)), GROUPS))
 
 
 def workers(context: typer.Context, incomplete: str) -> list[str]:
@@ -70,12 +109,37 @@ def _section(context: typer.Context, name: str) -> list[str]:
     return sorted(section) if isinstance(section, dict) else []
 
 
+def _environments_of(file: Path) -> list[str]:
+    try:
+        section = tomllib.loads(file.read_text("utf-8")).get("environment")
+    except (OSError, ValueError, RecursionError):
+        return []
+    return sorted(section) if isinstance(section, dict) else []
+
+
+def _last_lines(run: Path | None, name: str) -> list[dict[str, Any]]:
+    """Return the last lines of a log of a run, unchecked; those that do not decode are left out."""
+    if run is None:
+        return []
+    from rolloutmq.bus.files import open_regular
+
+    try:
+        with open_regular(run / name) as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = log.read(TAIL_BYTES).splitlines()
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        with suppress(ValueError, RecursionError):
+            found.append(json.loads(line))
+    return [one for one in found if isinstance(one, dict)]
+
+
 def _read(run: Path | None, name: str) -> Any:
     """Return what a file of a run has, unchecked; None if it cannot be read."""
     if run is None:
         return None
-    import json
-
     from rolloutmq.bus.files import read_regular
 
     try:

@@ -178,6 +178,7 @@ def _changed(section: Section) -> list[str]:
 
 
 FindingName = Literal[
+    "solved",
     "collapse",
     "saturation",
     "explosion",
@@ -199,7 +200,8 @@ class HealthConfig(Section):
     flat: Fraction = 0.95
     """`collapse`: least part of groups with equal scores; nothing is learned from them."""
     saturated: Fraction = 0.95
-    """`saturation`: least part of scores at the highest or lowest of the window."""
+    """`saturation`: least part of scores at the highest or lowest of the window. `solved`, in place of it: the highest
+    score is that of an answer that passes (`pass_score`)."""
     growth: Annotated[float, Field(gt=1)] = 10.0
     """`explosion`: least growth of the deviation or the magnitude of the scores, as a factor."""
     length_correlation: Fraction = 0.5
@@ -216,4 +218,4 @@ class HealthConfig(Section):
     filtered: Fraction = 0.75
     """`filtering`: least part of groups that the trainer filtered, by whatever rule."""
     stop_on: tuple[FindingName, ...] = ()
-    """Findings to end the run on, with exit code 1."""
+    """Findings to end the run on: on `solved` with exit code 0, on any other with 1."""

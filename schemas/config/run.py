@@ -400,6 +400,16 @@ class RunConfig(Section):
         groups = -(-2 * self.part(name) // self.environment[name].group_size)
         return self.curriculum[name].ahead or max(1, groups)
 
+    def passes(self, env: str, score: float) -> bool:
+        """Return whether a score of an environment is that of an answer that passes.
+
+        Without a `pass_score` of its own it must be exactly that of the evaluation: a higher one is of another scale.
+        """
+        section = self.environment.get(env)
+        if section is not None and section.pass_score is not None:
+            return score >= section.pass_score
+        return score == self.evaluation.pass_score
+
     @property
     def evaluated(self) -> tuple[str, ...]:
         """Names of the environments that answer tasks of the evaluation; none if it is off."""

@@ -425,7 +425,10 @@ class Ensemble:
 
 
 class FindingLog:
-    """Logs findings as warnings; their end is no problem. What each group may bring is logged every 30 s."""
+    """Logs findings as warnings; `solved`, and the end of any, is no problem.
+
+    What each group may bring is logged every 30 s.
+    """
 
     def __init__(self) -> None:
         self._throttles: defaultdict[tuple[str, str], LogThrottle] = defaultdict(LogThrottle)
@@ -440,7 +443,9 @@ class FindingLog:
         if finding.finding in PER_GROUP and not self._throttles[kind].is_due("any", time.monotonic()):
             self._unlogged[kind] += 1
             return
-        logger.warning(
+        level = logging.INFO if finding.finding == "solved" else logging.WARNING
+        logger.log(
+            level,
             "reward finding env=%s finding=%s unlogged=%d problem=%s; %s numbers=%s",
             *(*kind, self._unlogged.pop(kind, 0)),
             *(finding.problem, finding.remedy, finding.numbers),

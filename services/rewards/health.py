@@ -33,9 +33,35 @@ class Symptom(NamedTuple):
     numbers: dict[str, float]
 
 
-def collapse(now: LaneScores, limit: float) -> Symptom | None:
-    """Find groups with equal scores: their part of the window is at least `limit`."""
-    flat = now.flat / now.groups
+def solved_groups(now: LaneScores, *, passes: bool) -> float:
+    """Return at least how many groups have the highest score alone: a policy that has learned the tasks learns nothing
+    more from them.
+
+    The sums tell how many sequences have another score, and these fill at most so many groups of mean size.
+
+    Args:
+        now: Scores of a batch or a window.
+        passes: Whether the highest score is that of an answer that passes.
+    """
+    others = (now.sequences - now.at_high) * now.groups / now.sequences
+    return max(0.0, now.flat - others) if passes else 0.0
+
+
+def solved(now: LaneScores, limit: float, *, passes: bool) -> Symptom | None:
+    """Find tasks that the policy has learned: at least a part `limit` of the scores is the highest, which passes."""
+    share = now.at_high / now.sequences
+    if not passes or share < limit:
+        return None
+    return Symptom(
+        f"{share:.0%} of the answers pass with the score {now.high:g}: these tasks are learned",
+        "end the run, or choose harder tasks; if it was so from the start, look at the score",
+        {"share": share, "value": now.high, "sequences": float(now.sequences)},
+    )
+
+
+def collapse(now: LaneScores, limit: float, solved: float = 0.0) -> Symptom | None:
+    """Find groups with equal scores: their part of the window is at least `limit`, without `solved` groups."""
+    flat = (now.flat - solved) / now.groups
     if flat < limit:
         return None
     equal = f"all scores are {now.low:g}" if now.low == now.high else "the scores within each group are equal"
@@ -180,7 +206,7 @@ def rejection(groups: int, rejected: float, limit: float) -> Symptom | None:
 class FilterRule(StrEnum):
     """Why groups were filtered, as a trainer reports it; the text of a finding."""
 
-    FLAT = "equal scores"
+    FLAT = "equal scores"  # other than those of solved groups
     TOO_OLD = "older than trainer.loss.correction.max_staleness"
     NEGLIGIBLE = "scores alike beside those of their environment (trainer.rewards.normalize)"
     OTHER = "a rule of the trainer's own"

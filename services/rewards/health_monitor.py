@@ -7,12 +7,16 @@ begins, again each `window_steps` such batches while it lasts (events may be los
 about one window lasts until its figure is clearly within the limit (`RELEASE`), so that it does not begin and end again
 and again near it. A resumed trainer takes steps again: they replace the lost ones, and what came after these.
 
+One cause is one finding. An environment that is `solved`, since nearly all answers pass, has no other finding about its
+equal scores, and in one that has collapsed no saturation begins. `filtering` leaves out groups in which all answers
+pass, and, unless another rule filters more, those that a `collapse` names.
+
 The broker reports every settled batch, so a trainer that reports none by itself is checked too. From the first report
 of a trainer on only its own count.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from functools import partial, reduce
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
@@ -94,15 +98,22 @@ Recorded = RecordedStep | RecordedSkip | RecordedBatch | RecordedFigures
 """A line of `metrics.jsonl` that is checked."""
 
 
+Passes = Callable[[str, float], bool]
+"""Whether a score of an environment is that of an answer that passes."""
+
+
 class Counts(NamedTuple):
-    """Groups of a batch: all, those that the trainer cannot use, and those that it filtered, by rule."""
+    """Groups of a batch: all, those that the trainer cannot use, those that it filtered, by rule, and those of equal
+    scores by environment, of which it filtered all or some. Solved groups are in no list.
+    """
 
     groups: int
     rejected: float
     filtered: Mapping[FilterRule, float]
+    flat: Mapping[str, float]
 
     @classmethod
-    def of(cls, batch: "Batch") -> "Counts":
+    def of(cls, batch: "Batch", passes: Passes) -> "Counts":
         """Count the groups of a report, each filtered one once: a trainer tells its own rules, so they come first.
 
         The equal scores come from the sums of the report, which have every group of it: the rest of them.
@@ -116,13 +127,16 @@ class Counts(NamedTuple):
         else:
             groups, rejected = batch.groups, float(batch.rejected)
             old = float(batch.filtered) if TOO_OLD in batch.reason else 0.0
-        flat = float(sum(one.flat for one in batch.scores))
-        rules, rest = [], float(batch.filtered)
-        for told in (old, hidden, flat):
-            rules.append(min(max(told, 0.0), rest))
-            rest -= rules[-1]
-        old, hidden, flat = rules
-        return cls(groups, rejected, dict(zip(FilterRule, (flat, old, hidden, rest), strict=True)))
+        solved = {
+            one.env: health.solved_groups(one, passes=passes(one.env, one.high)) for one in batch.scores
+        }
+        flat = {one.env: one.flat - solved[one.env] for one in batch.scores}
+        counts, rest = [], float(batch.filtered)
+        for told in (old, hidden, sum(solved.values()), sum(flat.values())):
+            counts.append(min(max(told, 0.0), rest))
+            rest -= counts[-1]
+        old, hidden, _, equal = counts
+        return cls(groups, rejected, dict(zip(FilterRule, (equal, old, hidden, rest), strict=True)), flat)
 
 
 class Place(NamedTuple):
@@ -182,10 +196,12 @@ class HealthMonitor:
 
     Args:
         config: Window and limits.
+        passes: Whether a score is that of an answer that passes; by default none is known to pass.
     """
 
-    def __init__(self, config: HealthConfig) -> None:
+    def __init__(self, config: HealthConfig, passes: Passes = lambda *_: False) -> None:
         self._config = config
+        self._passes = passes
         self._trainer_tells = False
         """A trainer has reported a batch by itself."""
         self._logged: OrderedDict[tuple[int, int], dict[str, float]] = OrderedDict()
@@ -259,7 +275,7 @@ class HealthMonitor:
         elif isinstance(batch, BatchSettled | RecordedBatch) and batch.stepped:
             logged = self._logged.pop((batch.incarnation, batch.step), {})
             self._figures.take(place, {**logged, "staleness_max": float(batch.staleness_max)})
-        self._counts.take(place, Counts.of(batch))
+        self._counts.take(place, Counts.of(batch, self._passes))
         self._batches += 1
         for one in batch.scores:
             self._lanes.setdefault(one.env, Windows(self._config.window_steps)).take(place, one)
@@ -288,11 +304,14 @@ class HealthMonitor:
                 yield _finding(*key, now, None)
 
     def _checked(self, scores: Iterable[LaneScores]) -> Iterator[tuple[str, str, Symptom]]:
-        for env in sorted({one.env for one in scores}):
+        envs = sorted({one.env for one in scores})
+        collapsed = {env for env, name in self._active if name == "collapse" and env not in envs}
+        for env in envs:
             for name, symptom in self._of_lane(env, self._lanes[env]):
                 if symptom is not None:
+                    collapsed |= {env} if name == "collapse" else set()
                     yield env, name, symptom
-        for name, symptom in self._of_trainer():
+        for name, symptom in self._of_trainer(collapsed):
             if symptom is not None:
                 yield TRAINER, name, symptom
 
@@ -300,16 +319,29 @@ class HealthMonitor:
         config, now, before = self._config, _merged(lane.now()), _merged(lane.before())
         if now is None:
             return
-        limit = partial(self._limit, env)
-        yield "collapse", health.collapse(now, limit("collapse", config.flat))
-        lasting = (env, "saturation") in self._active
-        yield "saturation", health.saturation(now, limit("saturation", config.saturated), lasting=lasting)
+        limit, passes = partial(self._limit, env), self._passes(env, now.high)
+        done = health.solved(now, limit("solved", config.saturated), passes=passes)
+        yield "solved", done
+        if done is None:
+            learned = health.solved_groups(now, passes=passes)
+            equal, lasting = health.collapse(now, limit("collapse", config.flat), learned), self._lasts(env)
+            yield "collapse", equal
+            if equal is None or lasting:
+                yield (
+                    "saturation",
+                    health.saturation(now, limit("saturation", config.saturated), lasting=lasting),
+                )
         yield "length_bias", health.length_bias(now, limit("length_bias", config.length_correlation))
         if before is not None:
             yield "explosion", health.explosion(now, before, config.growth)
             yield "drift", health.drift(now, before, config.drop)
 
-    def _of_trainer(self) -> Iterator[tuple[str, Symptom | None]]:
+    def _lasts(self, env: str) -> bool:
+        """Return whether scores that are all equal now were saturated before: that finding does not begin and end."""
+        return (env, "saturation") in self._active
+
+    def _of_trainer(self, collapsed: Set[str]) -> Iterator[tuple[str, Symptom | None]]:
+        """Check the figures of the trainer; the equal scores of a collapse are told as that."""
         config, steps, counts = self._config, self._figures.now(), self._counts.now()
         limit = partial(self._limit, TRAINER)
         yield "clipping", health.clipping(steps, limit("clipping", config.clipped))
@@ -317,6 +349,10 @@ class HealthMonitor:
         groups, rejected = sum(one.groups for one in counts), sum(one.rejected for one in counts)
         yield "rejection", health.rejection(groups, rejected, limit("rejection", config.rejected))
         filtered = {rule: sum(one.filtered[rule] for one in counts) for rule in FilterRule}
+        if max(filtered.values()) == filtered[FilterRule.FLAT] > 0:
+            flat = sum(sum(one.flat.values()) for one in counts)
+            named = sum(equal for one in counts for env, equal in one.flat.items() if env in collapsed)
+            filtered[FilterRule.FLAT] *= 1 - named / flat
         yield "filtering", health.filtering(groups, filtered, limit("filtering", config.filtered))
 
     def _limit(self, env: str, name: str, configured: float) -> float:

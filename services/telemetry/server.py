@@ -145,7 +145,7 @@ class Telemetry:
 
     def __init__(self, config: RunConfig, layout: RunLayout, gpus: GpuBackend | None = None) -> None:
         self._interval_s = config.telemetry.interval_s
-        self._health = config.health
+        self._health = HealthMonitor(config.health, config.passes)
         self._layout = layout
         self._sampler = Sampler(layout, gpus or Nvml(host_name()))
 
@@ -177,7 +177,7 @@ class Telemetry:
 
     async def _record(self, stop: Stop) -> None:
         recorder = Recorder(self._layout.metrics)
-        health = HealthMonitor(self._health)
+        health = self._health
         with contextlib.suppress(FileNotFoundError), open_regular(self._layout.metrics) as record:
             health.replay(record)
         flush_at = time.monotonic() + FLUSH_S

@@ -4,6 +4,7 @@ The processes are stand-ins of a few lines that signal their launcher: this proc
 """
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -19,7 +20,7 @@ from tests.services.broker.journal.other_versions import as_version, listing
 from rolloutmq import Consumer, Producer
 from rolloutmq.bus.producer.spool_file import SpoolFile
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.launch import local
+from rolloutmq.launch import local, results
 from rolloutmq.launch.endings import UserCodeError
 from rolloutmq.launch.preflight.checks import Examined
 from rolloutmq.launch.settings import load
@@ -27,6 +28,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
+from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.live.top import PlainView
@@ -64,13 +66,15 @@ class Run:
         log = str(self.layout.log(role.value))
         self._specs.append(ProcessSpec(name=role.value, role=role, argv=argv, log=log))
 
-    def conclude(self, _config: RunConfig, _layout: RunLayout, reason: str, *, picture: bool) -> None:
-        assert picture
+    def conclude(
+        self, _config: RunConfig, _layout: RunLayout, reason: str, *, picture: bool, as_json: bool
+    ) -> None:
+        assert (picture, as_json) == (True, False)
         self.concluded.append(reason)
 
-    def up(self, *assignments: str) -> int:
+    def up(self, *assignments: str, as_json: bool = False) -> int:
         config = load(None, environ={}, assignments=[f'run.dir="{self.layout.root}"', *ALONE, *assignments])
-        return local.up(config, local.UpOptions(plain=True))
+        return local.up(config, local.UpOptions(plain=True, as_json=as_json))
 
 
 @pytest.fixture
@@ -351,3 +355,23 @@ def test_an_environment_that_ends_the_run_shows_the_exception_of_its_code(
     assert capsys.readouterr().out.endswith(
         "\nlast error of environment bad: ZeroDivisionError: division by zero (bad.py:16)\n\n    bad.py:16: in score\n"
     )
+
+
+@pytest.mark.parametrize(("finding", "code"), [("solved", 0), ("collapse", 1)])
+def test_a_run_that_ends_on_a_finding_fails_unless_it_has_learned(finding: str, code: int) -> None:
+    found = HealthFinding(env="math", at=0.0, finding=finding, problem="found", remedy="act")
+    assert local.stopped_on(found) == local.Ending(code, f"health.stop_on: {finding} of math: found; act")
+
+
+def test_for_a_program_each_line_is_json_and_the_last_one_the_end(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "conclude", results.conclude)
+    run.add(Role.TRAINER, "time.sleep(0.1)")
+    assert run.up("gateway.enabled=true", "gateway.port=0", as_json=True) == 0
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["event"] for one in told[:2]] == ["serving", "progress"]
+    assert told[0]["url"].startswith("http://127.0.0.1:")
+    assert (told[1]["step"], told[1]["reward"], told[1]["workers"]) == (0, None, {})
+    assert (told[-1]["event"], told[-1]["summary"]["ended"]) == ("end", "the trainer is done")
+    assert {one["event"] for one in told} <= {"serving", "progress", "notice", "end"}

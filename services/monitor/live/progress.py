@@ -4,9 +4,11 @@ A line is due after 25 steps, after 2 seconds with a change, and after 30 second
 flood a log, and a stuck run still prints.
 """
 
+import json
 from typing import Final
 
 from rolloutmq.schemas.wire.control import WorkerState
+from rolloutmq.services.monitor.live.facts import facts
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.status import waits
 from rolloutmq.services.monitor.text import format
@@ -19,10 +21,16 @@ AT_MOST_S: Final = 30.0
 
 
 class Progress:
-    """Decides when a line is due, and renders it."""
+    """Decides when a line is due, and renders it.
 
-    def __init__(self, board: RunState) -> None:
+    Args:
+        board: State of the run.
+        as_json: Render lines of JSON.
+    """
+
+    def __init__(self, board: RunState, *, as_json: bool = False) -> None:
         self._board = board
+        self._as_json = as_json
         self._said_at: float | None = None
         self._said_step = 0
         self._said = ""
@@ -30,7 +38,8 @@ class Progress:
     def line(self, now: float) -> str | None:
         """Return the line to print now, or None if none is due."""
         step = self._board.steps_done
-        body = describe(self._board, now)
+        told = facts(self._board, now) if self._as_json else {}
+        body = json.dumps(told) if self._as_json else describe(self._board, now)
         if self._said_at is not None:
             silence = now - self._said_at
             many = step - self._said_step >= EVERY_STEPS and silence >= AT_LEAST_S
@@ -38,7 +47,13 @@ class Progress:
             if not (many or news or silence >= AT_MOST_S):
                 return None
         self._said_at, self._said_step, self._said = now, step, body
+        if self._as_json:
+            return json.dumps({**told, "ran_s": round(self._board.elapsed_s(now), 3)})
         return f"[{format.clock(self._board.elapsed_s(now)):>5}] {body}"
+
+    def notice(self, text: str) -> str:
+        """Return the line of a notice."""
+        return json.dumps({"event": "notice", "text": text}) if self._as_json else text
 
 
 def describe(board: RunState, now: float) -> str:
@@ -61,7 +76,7 @@ def describe(board: RunState, now: float) -> str:
     if silent := board.silent_s(now):
         return "  ".join([*parts, f"the broker is silent for {silent:.0f} s"])
     health = [f"{one.env}: {one.finding}" for one in board.findings(now)]
-    return "  ".join([*parts, *_waits(board), *health])
+    return "  ".join([*parts, *_waits(board, now), *health])
 
 
 def _workers(board: RunState, now: float) -> str:
@@ -70,11 +85,11 @@ def _workers(board: RunState, now: float) -> str:
     return " ".join([str(ready), *(f"+{count} {state}" for state, count in counts.items())])
 
 
-def _waits(board: RunState) -> list[str]:
+def _waits(board: RunState, now: float) -> list[str]:
     pressure = board.pressure
     if pressure is None:
         return []
-    engines, _, _ = waits.before_start(pressure, board.unserved).partition(",")
+    engines, _, _ = waits.before_start(pressure, board.unserved, board.counts(now)).partition(",")
     lanes = [lane.wait for lane in pressure.lanes if waits.is_waiting(lane.wait)]
     reasons = dict.fromkeys([engines, *lanes] if engines else lanes)
     waiting, _, _ = (board.outside or waits.trainer(pressure)).partition(",")

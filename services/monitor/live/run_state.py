@@ -35,7 +35,7 @@ from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.report.history import MOMENTARY, History
 from rolloutmq.services.monitor.report.metrics import configured_bounds
 from rolloutmq.services.monitor.status.trainers import NO_TROUBLE, TrainerTrouble, trouble
-from rolloutmq.services.monitor.status.worker_view import WorkerRow, joined
+from rolloutmq.services.monitor.status.worker_view import WorkerRow, counted, joined
 from rolloutmq.services.monitor.text import figures
 
 RATE_WINDOW_S: Final = 10.0
@@ -289,7 +289,9 @@ class RunState:
 
     def counts(self, now: float) -> Counter[str]:
         """Return the number of workers in each state but `gone`; `now` is CLOCK_MONOTONIC."""
-        return Counter(one.counts_as for one in self.crew(now) if one.counts_as != WorkerState.GONE)
+        counts = counted(self.crew(now))
+        counts.pop(WorkerState.GONE, None)
+        return counts
 
     def targets(self) -> list[Target]:
         """Return the target worker count of each environment: as last published, else as last written to file."""

@@ -111,13 +111,18 @@ class LiveView:
 
 
 class PlainView:
-    """Progress lines, for output that is not a terminal."""
+    """Progress lines, for output that is not a terminal; lines of JSON for a program."""
 
     def __init__(
-        self, board: RunState, write: Callable[[str], object], now: Callable[[], float] = time.monotonic
+        self,
+        board: RunState,
+        write: Callable[[str], object],
+        now: Callable[[], float] = time.monotonic,
+        *,
+        as_json: bool = False,
     ) -> None:
         self.board = board
-        self._progress = Progress(board)
+        self._progress = Progress(board, as_json=as_json)
         self._write = write
         self._now = now
         self._noticed = ""
@@ -141,10 +146,11 @@ class PlainView:
         if self.board.notice != self._noticed:
             self._noticed = self.board.notice
             if self._noticed:
-                self._write(self._noticed + "\n")
+                self._write(self._progress.notice(self._noticed) + "\n")
         if bool(self.board.orchestrator) != self._is_unheard:
             self._is_unheard = not self._is_unheard
-            self._write(f"orchestrator {self.board.orchestrator or 'is heard again'}\n")
+            heard = f"orchestrator {self.board.orchestrator or 'is heard again'}"
+            self._write(self._progress.notice(heard) + "\n")
         if (line := self._progress.line(self._now())) is not None:
             self._write(line + "\n")
 
@@ -154,16 +160,19 @@ def is_terminal(console: Console) -> bool:
     return console.is_terminal and not console.is_dumb_terminal
 
 
-def make_view(config: RunConfig, *, screen: bool = False, plain: bool = False) -> LiveView | PlainView:
+def make_view(
+    config: RunConfig, *, screen: bool = False, plain: bool = False, as_json: bool = False
+) -> LiveView | PlainView:
     """Return the view that fits standard output.
 
     Args:
         config: Configuration of the run.
         screen: Let a live view use the whole screen.
         plain: Print lines even on a terminal.
+        as_json: Print lines of JSON, also there.
     """
     console = Console(highlight=False)
-    if not plain and is_terminal(console):
+    if not (plain or as_json) and is_terminal(console):
         return LiveView(RunState.of(config), console, screen=screen)
 
     def write(line: str) -> None:
@@ -174,7 +183,7 @@ def make_view(config: RunConfig, *, screen: bool = False, plain: bool = False) -
             silence_output()
             logger.warning("progress lines are dropped: standard output cannot be written error=%s", error)
 
-    return PlainView(RunState.of(config), write)
+    return PlainView(RunState.of(config), write, as_json=as_json)
 
 
 async def watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.Event) -> None:

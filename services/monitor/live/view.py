@@ -123,7 +123,7 @@ def health_lines(board: RunState, now: float) -> list[Text]:
     rows = [
         _row(
             "health",
-            Text(f"{one.env}: {one.problem}", style="bold yellow"),
+            Text(f"{one.env}: {one.problem}", style="green" if one.finding == "solved" else "bold yellow"),
             Text(f"; {one.remedy}", style=QUIET),
         )
         for one in found[:FINDINGS_SHOWN]
@@ -208,8 +208,8 @@ def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
         return [
             _row("broker", Text(f"silent for {silent:.0f} s: the values shown are stale", style="bold red"))
         ]
-    rows = [_trainer_line(board, pressure)]
-    if reason := waits.workers(pressure, board.unserved):
+    rows = [_trainer_line(board, pressure, now)]
+    if reason := waits.workers(pressure, board.unserved, board.counts(now)):
         rows.append(_row("workers", "wait: ", Text(reason, style="yellow")))
     else:
         rows.append(_row("workers", _activity(board, now)))
@@ -223,10 +223,10 @@ def _activity(board: RunState, now: float) -> Text:
     return Text(", ".join(f"{count} {state}" for state, count in counts.items()) or "none", style=QUIET)
 
 
-def _trainer_line(board: RunState, pressure: Pressure) -> Text:
+def _trainer_line(board: RunState, pressure: Pressure, now: float) -> Text:
     if problem := board.trainer_trouble().text:
         return _row("trainer", Text(problem, style="bold red"))
-    if reason := board.outside or waits.trainer(pressure):
+    if reason := board.outside or waits.trainer(pressure, board.counts(now)):
         return _row("trainer", "waits: ", Text(reason, style="yellow"))
     if not board.steps_done and not pressure.ledger.leased:
         return _row("trainer", Text("no batch pulled yet", style=QUIET))

@@ -4,15 +4,13 @@ Without it a view would begin with its first event. Samples of the machine and t
 ones come within a second. Lines that do not decode are passed over; `report` names damage.
 """
 
-import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from math import nan
 from operator import itemgetter
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -26,7 +24,6 @@ from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
-from rolloutmq.services.monitor.text import figures
 
 Recalled = StepDone | BatchSettled | StepFigures | EvaluationDone | HealthFinding | CurriculumProgress
 """Events of the history."""
@@ -39,8 +36,6 @@ KINDS: Final = tuple(
 )
 HEAD_BYTES: Final = 512
 """Beginning of a line that has its kind: a topic has at most 256 bytes."""
-LATELY_BYTES: Final = 8 << 20
-"""End of the metrics that has the last figures and findings: a lasting finding is told again and again."""
 KEPT: Final = 4096
 """Most events of a kind that a history has: a view shows the rewards of as many steps, and the last of all else."""
 MOMENTARY: Final = frozenset({"held", "rater_silent", "raters_missing", "window_restarted"})
@@ -62,30 +57,21 @@ class Event(NamedTuple):
     event: Recalled
 
 
-def events(path: Path, last_bytes: int | None = None) -> Iterator[Event]:
-    """Yield the recorded events of training in order; nothing if there is no such file. Blocks on the disk.
-
-    Args:
-        path: `metrics.jsonl`.
-        last_bytes: Read only the end of the file; None reads all of it.
-    """
+def events(path: Path) -> Iterator[Event]:
+    """Yield the events of training that `metrics.jsonl` has, in order; nothing without it. Blocks on the disk."""
     try:
         record = open_regular(path)
     except FileNotFoundError:
         return
     with record:
-        if last_bytes is not None and (size := record.seek(0, os.SEEK_END)) > last_bytes:
-            record.seek(size - last_bytes)
-            record.readline()  # the rest of a cut line
-        else:
-            record.seek(0)
         for line in record:
             head = line[:HEAD_BYTES]
-            if any(kind in head for kind in KINDS) and (found := _decoded(line)) is not None:
+            if any(kind in head for kind in KINDS) and (found := decoded(line)) is not None:
                 yield found
 
 
-def _decoded(line: bytes) -> Event | None:
+def decoded(line: bytes) -> Event | None:
+    """Return the event of a line; None if it has none of the history, or does not decode."""
     try:
         known = msgspec.json.decode(line, type=_Line)
         fields = msgspec.json.decode(line, type=dict[str, Any])
@@ -139,44 +125,3 @@ def read_history(layout: RunLayout) -> History:
     wall = time.time()
     in_order = sorted(chain.from_iterable(tails.values()), key=itemgetter(0))
     return History(ran_s(layout, wall), wall, tuple(event for _, event in in_order))
-
-
-class Lately(NamedTuple):
-    """What training showed last.
-
-    Attributes:
-        step: Last step, as the trainer reported it, or else as the broker did; None before the first.
-        figures: Last value of each figure of learning.
-        not_finite: Figures that were not finite when the trainer last logged some.
-        findings: Lasting findings about rewards and trainer that have not ended.
-    """
-
-    step: StepDone | BatchSettled | None = None
-    figures: Mapping[str, float] = MappingProxyType({})
-    not_finite: tuple[str, ...] = ()
-    findings: tuple[HealthFinding, ...] = ()
-
-
-def read_lately(layout: RunLayout) -> Lately:
-    """Read what training showed last from the end of the metrics. Blocks on the disk."""
-    step: StepDone | BatchSettled | None = None
-    shown: dict[str, float] = {}
-    not_finite: tuple[str, ...] = ()
-    findings: dict[tuple[str, str], HealthFinding] = {}
-    for _, event in events(layout.metrics, LATELY_BYTES):
-        match event:
-            case StepDone():
-                step = event
-                shown |= figures.of_step(event.loss, event.extra)
-            case BatchSettled():
-                step = event if event.stepped else step
-            case StepFigures():
-                shown |= event.figures
-                not_finite = event.not_finite
-            case HealthFinding():
-                findings.pop((event.env, event.finding), None)
-                if not event.ended and event.finding not in MOMENTARY:
-                    findings[event.env, event.finding] = event
-            case _:
-                pass
-    return Lately(step, shown, not_finite, tuple(findings.values()))

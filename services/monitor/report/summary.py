@@ -129,10 +129,10 @@ Read = Callable[[Path, type[SettledBatch]], Iterable[SettledBatch]]
 
 def read_settled(layout: RunLayout, read: Read = read_lines) -> TrainerLog:
     """Return the log of the trainer; if it wrote none, that of the broker."""
-    return read_trainer_log(settled_lines(layout, read))
+    return read_trainer_log(_settled_lines(layout, read))
 
 
-def settled_lines(layout: RunLayout, read: Read = read_lines) -> Iterator[SettledBatch]:
+def _settled_lines(layout: RunLayout, read: Read = read_lines) -> Iterator[SettledBatch]:
     """Yield the lines of the trainer's log; if it wrote none, those of the broker's."""
     own = iter(read(layout.trained, SettledBatch))
     first = next(own, None)

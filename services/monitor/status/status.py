@@ -18,27 +18,28 @@ from rolloutmq.schemas.errors import MalformedError, RolloutMQError
 from rolloutmq.schemas.files import Endpoints, GpuBook, GpuRecord, InferenceAddress, RunLayout
 from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import (
-    SILENT,
     GetStatus,
     JournalStatus,
     LaneStatus,
     StatusReply,
-    WorkerState,
 )
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluations
-from rolloutmq.services.monitor.report.history import Lately, ran_s, read_lately
+from rolloutmq.services.monitor.report.history import ran_s
 from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.ended import LABEL_CHARS, show_ended
 from rolloutmq.services.monitor.status.gpus import read_gpus
+from rolloutmq.services.monitor.status.lately import Lately, read_lately
 from rolloutmq.services.monitor.status.trainers import trouble
 from rolloutmq.services.monitor.status.worker_view import (
     WorkerRow,
+    counted,
     fields,
+    in_order,
     joined,
     slots_of,
     supervision_of,
@@ -52,18 +53,17 @@ PATIENCE_S: Final = 3.0
 """Longest wait for the broker, which normally replies in milliseconds."""
 RESTARTED_S: Final = 60.0
 """Time after the start of a run from which the broker is a later one: the first waits for nothing that long."""
-_LIFE: Final = ("waiting", *WorkerState, SILENT, "stopping", "fatal")
 
 
 @dataclass(frozen=True)
 class RunDetails:
-    """State beside the broker's reply: workers, engines, GPUs, the waits of the trainer and of the workers outside the
-    broker, whether the run has workers by design, the curricula, the points of the evaluation, the problems of the
-    orchestrator and of the record, what training showed last, the seconds that the run has run, and whether no launcher
-    starts its trainer.
+    """State beside the broker's reply: workers (None: as the broker alone knows them), engines, GPUs, the waits of the
+    trainer and of the workers outside the broker, whether the run has workers by design, the curricula, the points of
+    the evaluation, the problems of the orchestrator and of the record, what training showed last, the seconds that the
+    run has run, and whether no launcher starts its trainer.
     """
 
-    crew: Sequence[WorkerRow] = ()
+    crew: Sequence[WorkerRow] | None = None
     engines: Sequence[InferenceAddress] = ()
     book: GpuBook = field(default_factory=GpuBook)
     outside: str = ""
@@ -145,7 +145,7 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
         known is None or _has_own_trainer(layout),
     )
     orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
-    supervision = {"orchestrator": orchestrator, **fields(known, also.crew)}
+    supervision = {"orchestrator": orchestrator, **fields(known, crew)}
     plain = status_json(reply, also, supervision=supervision, life=fate.life)
     return "\n".join([status_text(reply, also, wall), *_dead(fate, layout)]), plain
 
@@ -206,6 +206,7 @@ def _why(reply: StatusReply, also: RunDetails) -> str:
         unserved=also.unserved,
         has_workers=also.has_workers,
         trainers=trouble(reply.pressure, reply.total_steps, is_own=also.is_own_trainer),
+        crew=_counts(reply, also.crew),
     )
 
 
@@ -246,7 +247,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         *([("orch", f"orchestrator {also.orchestrator}")] if also.orchestrator else []),
         *([("metrics", also.record)] if also.record else []),
         ("workers", _workers(reply, also.crew)),
-        *(line for row in also.crew if row.is_unwell for line in _unwell(row)),
+        *(line for row in also.crew or () if row.is_unwell for line in _unwell(row)),
         *(("engine", _engine(one, wall)) for one in also.engines),
         *(("gpu", gpus.line(record.sample, record.standing)) for record in also.book.gpus),
         *(("limit", f"{env}: {reason}") for env, reason in also.book.limits.items()),
@@ -364,13 +365,13 @@ def _journal(journal: JournalStatus) -> str:
     return ", ".join(parts)
 
 
-def _workers(reply: StatusReply, crew: Sequence[WorkerRow]) -> str:
-    states = Counter(one.counts_as for one in (crew or reply.pressure.workers))
-    return ", ".join(f"{count} {state}" for state, count in sorted(states.items(), key=_by_life)) or "none"
+def _workers(reply: StatusReply, crew: Sequence[WorkerRow] | None) -> str:
+    return ", ".join(map(" ".join, in_order(_counts(reply, crew)))) or "none"
 
 
-def _by_life(counted: tuple[str, int]) -> int:
-    return _LIFE.index(counted[0])
+def _counts(reply: StatusReply, crew: Sequence[WorkerRow] | None) -> Counter[str]:
+    """Return the number of workers by state; only those that the broker heard, where nobody joined the views."""
+    return Counter(one.counts_as for one in reply.pressure.workers) if crew is None else counted(crew)
 
 
 def _unwell(row: WorkerRow) -> list[tuple[str, str]]:

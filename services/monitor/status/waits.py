@@ -1,5 +1,8 @@
 """Reasons why trainer and workers wait, in one line with the relevant numbers. Pure, except `outside` and `unserved`.
 
+`crew` is the number of workers by state, as the orchestrator and the broker know them together. Without it only those
+that the broker heard count.
+
 A trainer that waits for vLLM to receive its weights, or for an evaluation, asks for no batch meanwhile. Workers wait
 for an inference server, which waits for the weights of a trainer. The broker cannot report these waits; they are read
 from files of the run.
@@ -17,10 +20,11 @@ from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import OpenPoint, RunLayout, SentAddress
 from rolloutmq.schemas.printable import printable
-from rolloutmq.schemas.wire.control import SILENT, LaneStatus, Pressure, WorkerState
+from rolloutmq.schemas.wire.control import LaneStatus, Pressure, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.monitor.status.trainers import NO_TROUBLE, TrainerTrouble
+from rolloutmq.services.monitor.status.worker_view import in_order
 from rolloutmq.services.monitor.text import format
 
 Found = TypeVar("Found")
@@ -33,16 +37,17 @@ def is_waiting(reason: str) -> bool:
     return reason not in {"", Wait.NONE.value}
 
 
-def trainer(pressure: Pressure) -> str:
+def trainer(pressure: Pressure, crew: Mapping[str, int] | None = None) -> str:
     """Return why the trainer waits: the counted reason and its explanation; empty if it does not wait."""
     reason = pressure.trainer_wait
     if not is_waiting(reason):
         return ""
     tell = TRAINER_WAITS.get(reason)
-    return f"{reason}, {tell(pressure)}" if tell else reason
+    text = f"{reason}, {tell(pressure)}" if tell else reason
+    return f"{text}; {_at_work(pressure, crew)}" if reason == Wait.NO_BATCH else text
 
 
-def workers(pressure: Pressure, unserved: str = "") -> str:
+def workers(pressure: Pressure, unserved: str = "", crew: Mapping[str, int] | None = None) -> str:
     """Return the most frequent wait of workers, and the other waiting environments; empty if none waits.
 
     Waits outside the broker come first: the groups of those workers have not arrived yet.
@@ -50,13 +55,19 @@ def workers(pressure: Pressure, unserved: str = "") -> str:
     Args:
         unserved: Why no inference server can sample, see the function `unserved`.
     """
-    return "; ".join(filter(None, (before_start(pressure, unserved), _outside(pressure), _lanes(pressure))))
+    return "; ".join(
+        filter(None, (before_start(pressure, unserved, crew), _outside(pressure), _lanes(pressure)))
+    )
 
 
-def before_start(pressure: Pressure, unserved: str) -> str:
+def before_start(pressure: Pressure, unserved: str, crew: Mapping[str, int] | None = None) -> str:
     """Return `unserved` if workers wait for an inference server before they are ready; empty if none does."""
-    states = {worker.counts_as for worker in pressure.workers}
-    return unserved if WorkerState.STARTING in states and _READY not in states else ""
+    counts = _counts(pressure, crew)
+    return unserved if counts[WorkerState.STARTING] and not counts[_READY] else ""
+
+
+def _counts(pressure: Pressure, crew: Mapping[str, int] | None) -> Counter[str]:
+    return Counter(worker.counts_as for worker in pressure.workers) if crew is None else Counter(crew)
 
 
 def _outside(pressure: Pressure) -> str:
@@ -90,6 +101,7 @@ def explain(
     unserved: str = "",
     has_workers: bool = True,
     trainers: TrainerTrouble = NO_TROUBLE,
+    crew: Mapping[str, int] | None = None,
 ) -> str:
     """Return one line on all waits, or state that nobody waits.
 
@@ -99,14 +111,18 @@ def explain(
         has_workers: Whether the run has workers by design. A broker with producers of one's own has none, nor has a
             gateway.
         trainers: What is wrong with the trainers, see `trainers.trouble`.
+        crew: Number of workers by state.
     """
-    reasons = {"trainer waits": outside or trainer(pressure), "workers wait": workers(pressure, unserved)}
+    reasons = {
+        "trainer waits": outside or trainer(pressure, crew),
+        "workers wait": workers(pressure, unserved, crew),
+    }
     parts = [trainers.text] if trainers.text else []
     parts += [f"{who}: {why}" for who, why in reasons.items() if why]
     if parts:
         return "; ".join(parts)
-    expects = has_workers or bool(pressure.workers)
-    if expects and not any(worker.counts_as == _READY for worker in pressure.workers):
+    counts = _counts(pressure, crew)
+    if (has_workers or counts) and not counts[_READY]:
         return "no worker is ready"
     return "nobody waits"
 
@@ -120,13 +136,16 @@ def _no_batch(pressure: Pressure) -> str:
         text += f", the rest takes {missing / pressure.produced_per_s:.0f} s"
     if many := expired(pressure):
         text += f"; {many}, too stale to train on (the broker's log has remedies)"
-    producers = sum(lane.producers for lane in pressure.lanes)
-    if producers and not pressure.workers:  # of one's own, or of the gateway: they send no heartbeats
-        return f"{text}; {producers} producer{'s' * (producers != 1)}"
-    counts = Counter(worker.counts_as for worker in pressure.workers)
+    return text
+
+
+def _at_work(pressure: Pressure, crew: Mapping[str, int] | None) -> str:
+    """Return who produces the missing groups."""
+    counts, producers = _counts(pressure, crew), sum(lane.producers for lane in pressure.lanes)
+    if producers and not counts:  # of one's own, or of the gateway: they send no heartbeats
+        return f"{producers} producer{'s' * (producers != 1)}"
     ready = counts.pop(_READY, 0)
-    others = [f", {counts[state]} {state}" for state in (*WorkerState, SILENT) if counts[state]]
-    return f"{text}; {ready} worker{'s' * (ready != 1)} ready{''.join(others)}"
+    return ", ".join([f"{ready} worker{'s' * (ready != 1)} ready", *map(" ".join, in_order(counts))])
 
 
 def expired(pressure: Pressure) -> str:

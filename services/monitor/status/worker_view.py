@@ -8,6 +8,7 @@ a worker that it did not start.
 
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Final
@@ -29,6 +30,8 @@ REASON_CHARS: Final = 300
 _UNWELL: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
 _UP: Final = frozenset({Phase.RUNNING.value, WorkerState.STARTING.value})
 """States of a process that is not known to be ready."""
+_LIFE: Final = (Phase.WAITING.value, *WorkerState, SILENT, Phase.STOPPING.value, Phase.FATAL.value)
+"""States in the order in which a worker has them; others come last."""
 _REPORTED: Final = frozenset({WorkerState.STARTING, WorkerState.READY, WorkerState.DRAINING})
 """States that only the worker's heartbeat confirms."""
 
@@ -160,6 +163,17 @@ def with_hangs(rows: Iterable[WorkerRow], layout: RunLayout) -> list[WorkerRow]:
 def _hang(row: WorkerRow, layout: RunLayout) -> str:
     hang = hang_of(layout, row.worker, row.pid) if row.is_silent else None
     return "" if hang is None else printable(hang.text)
+
+
+def counted(rows: Iterable[WorkerRow]) -> Counter[str]:
+    """Return the number of workers by state; every view and every reason counts them by this rule."""
+    return Counter(row.counts_as for row in rows)
+
+
+def in_order(counts: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return the number and the name of each state with workers, in the order of a worker's life."""
+    states = sorted(counts, key=lambda state: _LIFE.index(state) if state in _LIFE else len(_LIFE))
+    return [(str(counts[state]), str(state)) for state in states if counts[state]]
 
 
 def fields(known: Supervision | None, rows: Sequence[WorkerRow]) -> dict[str, Any]:

@@ -34,7 +34,6 @@ from rolloutmq.services.monitor.text.exit_codes import (
     reader_may_leave,
 )
 
-HEADS: Final = ("ack", "control", "policy", "pressure", "step", "telemetry")
 PATIENCE_S: Final = 1.0
 """Longest wait for one event, before the run itself is looked at."""
 GONE_S: Final = 10.0
@@ -56,8 +55,8 @@ def wanted(topic: str) -> tuple[bytes, ...]:
     name = topic.rstrip("*./").encode()
     if not name:
         return (b"",)
-    if name.split(b".")[0].decode() not in HEADS:
-        raise ValueError(f"unknown topic (got {topic!r}); topics start with: {', '.join(HEADS)}")
+    if name.split(b".")[0].decode() not in topics.HEADS:
+        raise ValueError(f"unknown topic (got {topic!r}); topics start with: {', '.join(topics.HEADS)}")
     return (name, name + b".", name + b"/")
 
 

@@ -297,6 +297,24 @@ async def test_a_call_against_the_rules_is_refused(run_dir: Path, group: MakeGro
                 assert (await other.get(timeout_s=20)).group_id == "b"
 
 
+async def test_steps_without_a_group_are_counted_and_logged(
+    run_dir: Path, group: MakeGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A trainer may take steps whose groups were all lost; a wrong step would make every queued group too stale."""
+    with running_broker(config(), RunLayout(run_dir)) as broker:
+        await send(run_dir, [group("a"), group("b"), group("c")])
+        async with GroupConsumer.open(run_dir, batch_sequences=4) as consumer:
+            a, b, c = [await consumer.get(timeout_s=20) for _ in range(3)]
+            await consumer.settle([a])
+            assert "steps were taken without a group" not in caplog.text
+            await consumer.settle([b], version=PolicyVersion(0, 4))
+            assert "skipped=2" in caplog.text
+            await consumer.settle([c])
+            assert consumer.version == PolicyVersion(0, 5)
+            await consumer.commit(PolicyVersion(0, 7))  # of steps whose leases were lost
+        assert (await counts(broker.endpoints.serve)).committed == 3
+
+
 async def test_a_resume_before_the_last_commit_is_told(
     run_dir: Path, group: MakeGroup, caplog: pytest.LogCaptureFixture
 ) -> None:

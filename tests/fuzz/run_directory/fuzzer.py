@@ -57,11 +57,12 @@ from rolloutmq.services.http_access import http_token
 from rolloutmq.services.inference import server as inference_server
 from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.report.bias_table import table
-from rolloutmq.services.monitor.report.history import read_history, read_lately
+from rolloutmq.services.monitor.report.history import read_history
 from rolloutmq.services.monitor.report.metrics import read_metrics
 from rolloutmq.services.monitor.report.summary import read_trainer_log, summarise
 from rolloutmq.services.monitor.status import gpus, waits, worker_view
 from rolloutmq.services.monitor.status.ended import ended_text, read_summary
+from rolloutmq.services.monitor.status.lately import read_lately
 from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.services.monitor.text.logs import Follower
 from rolloutmq.services.orchestrator.autoscaling import decision_log

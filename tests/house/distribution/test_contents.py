@@ -74,8 +74,9 @@ def test_the_wheel_holds_every_module_and_template_and_no_test(wheel: Path) -> N
         names = archive.namelist()
     files = {name.removeprefix("rolloutmq/") for name in names if name.startswith("rolloutmq/")}
     assert files == modules_and_templates()
-    about = {Path(name).name for name in names if not name.startswith("rolloutmq/")}
-    assert about == {"METADATA", "WHEEL", "RECORD", "LICENSE", "entry_points.txt", "top_level.txt"}
+    beside = {Path(name).name for name in names if not name.startswith("rolloutmq/")}
+    about = {"METADATA", "WHEEL", "RECORD", "LICENSE", "entry_points.txt", "top_level.txt"}
+    assert beside == about | {"rolloutmq_program.py"}
     assert wheel.name.endswith("-py3-none-any.whl")
 
 

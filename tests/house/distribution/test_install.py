@@ -1,5 +1,7 @@
 """The release, installed by pip into clean environments of each Python that it declares, and tried there."""
 
+import json
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -50,6 +52,22 @@ def test_pip_installs_it_and_it_works(
     call(clean, "-m", "pip", "check", cwd=tmp_path, within_s=INSTALL_S)
     told = call(clean, SMOKE, version_of(file), cwd=tmp_path, within_s=SMOKE_S)
     assert told.splitlines()[-1] == "smoke: ok"
+
+
+def test_the_extra_for_training_trains_the_quickstart(wheel: Path, tmp_path: Path) -> None:
+    """On the Python for which there is a build of torch for CPUs; what the extra leaves out would be missed here."""
+    call(interpreter("3.11"), "-m", "venv", "clean", cwd=tmp_path, within_s=INSTALL_S)
+    programs, pins = tmp_path / "clean" / "bin", constraints(tmp_path / "pins.txt")
+    install = ("-m", "pip", "install", "--no-compile", "--constraint", pins, f"{wheel}[trainer]")
+    call(programs / "python", *install, cwd=tmp_path, within_s=INSTALL_S)
+    call(programs / "python", "-m", "pip", "check", cwd=tmp_path, within_s=INSTALL_S)
+    for name in ("quickstart.toml", "sort_digits.py"):
+        shutil.copy(ROOT / "examples" / name, tmp_path)
+    steps = ("--plain", "--set", "trainer.steps=3")
+    told = call(programs / "rolloutmq", "up", "quickstart.toml", *steps, cwd=tmp_path, within_s=SMOKE_S)
+    assert "ended      the trainer is done" in told
+    summary = json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())
+    assert (summary["steps"], summary["groups_lost"]) == (3, 0)
 
 
 def test_the_release_passes_the_checks_of_the_index(tmp_path: Path) -> None:

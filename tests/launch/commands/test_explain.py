@@ -112,3 +112,24 @@ def test_the_log_of_the_broker_tells_of_a_trainer_of_ones_own(
     made.layout.settled.write_bytes(msgspec.json.encode(batch(1, "g1")) + b"\n")
     assert explain(run_dir, "g1", as_json=True) == 0
     assert [one["event"] for one in json.loads(capsys.readouterr().out)["logs"]] == ["trained"]
+
+
+def test_a_trainer_of_ones_own_may_follow_the_shipped_one(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The log of the shipped trainer names no group of the other, that of the broker those of both."""
+    made = Handmade(run_dir)
+    lease = made.lease([1, 2])
+    made.log(began(), [made.accept(1), made.accept(2)], [lease, settles(lease, "g1", "g2")])
+    made.trained(batch(1, "g1"))
+    own = replace(batch(2, "g2"), consumer="mine")
+    made.layout.settled.write_bytes(
+        msgspec.json.encode(batch(1, "g1")) + b"\n" + msgspec.json.encode(own) + b"\n"
+    )
+    told = {}
+    for name in ("g1", "g2"):
+        assert explain(run_dir, name, as_json=True) == 0
+        (one,) = json.loads(capsys.readouterr().out)["logs"]
+        told[name] = one["event"], one["details"]
+    assert told["g1"] == ("trained", {"step": 1, "policy": "0.1"})
+    assert told["g2"] == ("trained", {"step": 2, "policy": "0.2", "consumer": "mine"})

@@ -1,5 +1,6 @@
 """Names are completed in each shell, from the files of a run, and nothing that cannot be read is an error."""
 
+import json
 import os
 import subprocess
 import sys
@@ -63,19 +64,52 @@ def test_names_are_those_of_the_named_run_or_of_the_newest() -> None:
     assert completion.environments(context(run_dir=Path("nowhere")), "s") == []
 
 
+def test_topics_are_those_of_every_run_and_the_recorded_ones(two_runs: Path) -> None:
+    layout = RunLayout(two_runs / "runs/new")
+    assert completion.topics(context(), "p") == ["policy", "pressure"]
+    lines = [{"topic": "telemetry.health.sort3"}, {"topic": "step"}, {"topic": 5}, [], {}]
+    layout.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"torn')
+    assert completion.topics(context(), "t") == ["telemetry", "telemetry.health.sort3"]
+    assert completion.topics(context(run_dir=Path("runs/old")), "t") == ["telemetry"]
+
+
+def test_groups_are_those_that_were_settled_or_dropped_last(
+    two_runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = RunLayout(two_runs / "runs/new")
+    assert completion.groups(context(), "") == []
+    lines = [{"trained": ["a1"]}, {"trained": ["a2"], "filtered": ["b3"]}, {"trained": 7}]
+    layout.settled.write_text("torn\n" + "".join(f"{json.dumps(line)}\n" for line in lines))
+    layout.dropped.write_text('{"group_id": "a4", "state": "expired"}\n')
+    assert completion.groups(context(), "a") == ["a2", "a1", "a4"]
+    assert completion.groups(context(), "b") == ["b3"]
+    monkeypatch.setattr(completion, "TAIL_BYTES", 70)
+    assert "a1" not in completion.groups(context(), "a"), "only the end is read"
+
+
+def test_environments_are_those_of_a_named_configuration(two_runs: Path) -> None:
+    file = two_runs / "config.toml"
+    assert completion.configured(context(config=file), "") == []
+    file.write_text('[environment.one]\nentry = "a:B"\n[environment.two]\nentry = "a:B"\n')
+    assert completion.configured(context(config=file), "") == ["one", "two"]
+    assert completion.configured(context(config=file), "t") == ["two"]
+    assert completion.configured(context(run=Path("runs/old")), "") == ["sort3", "sums"]
+    file.write_text("environment = 3")
+    assert completion.configured(context(config=file), "") == []
+
+
 @pytest.mark.parametrize("text", ["[3]", '[{"name": 5}]', '[{"name": null}]', '{"name": "a"}', "[{}]"])
 def test_workers_of_a_damaged_file_have_no_names(two_runs: Path, text: str) -> None:
     (two_runs / "runs/new/workers.json").write_text(text)
     assert completion.workers(context(), "") == []
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_completes(two_runs: Path, shell: str) -> None:
-    line = "rolloutmq scale -r runs/old su"
+def words_of(shell: str, line: str, cwd: Path) -> str:
+    """Return what a shell offers for the last word of a line."""
     about = {
         "_ROLLOUTMQ_COMPLETE": f"complete_{shell}",
         "COMP_WORDS": line,
-        "COMP_CWORD": "4",
+        "COMP_CWORD": str(len(line.split(" ")) - 1),
         "_TYPER_COMPLETE_ARGS": line,
         "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     }
@@ -87,7 +121,30 @@ def test_each_shell_completes(two_runs: Path, shell: str) -> None:
         timeout=120,
         check=False,
         env={**os.environ, **about},
-        cwd=two_runs,
+        cwd=cwd,
     )
-    assert "sums" in told.stdout, told.stderr
-    assert "sort3" not in told.stdout
+    assert told.stdout, told.stderr
+    return told.stdout
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_each_shell_completes(two_runs: Path, shell: str) -> None:
+    told = words_of(shell, "rolloutmq scale -r runs/old su", two_runs)
+    assert "sums" in told
+    assert "sort3" not in told
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("rolloutmq tail pre", "pressure"),
+        ("rolloutmq explain -r runs/old a", "a1"),
+        ("rolloutmq dead show -r runs/old a", "a1"),
+        ("rolloutmq try config.toml on", "one"),
+        ("rolloutmq doctor --config config.toml --rewards on", "one"),
+    ],
+)
+def test_commands_complete_their_names(two_runs: Path, line: str, word: str) -> None:
+    (two_runs / "config.toml").write_text('[environment.one]\nentry = "a:B"\n')
+    RunLayout(two_runs / "runs/old").settled.write_text('{"trained": ["a1"]}\n')
+    assert word in words_of("bash", line, two_runs)

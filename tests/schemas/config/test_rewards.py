@@ -81,3 +81,15 @@ def test_health_names_findings_that_exist() -> None:
     with pytest.raises(ConfigError) as refused:
         validate({"health": {"stop_on": ["colapse"]}})
     assert refused.value.path == "health.stop_on.0"
+
+
+def test_a_score_passes_by_its_environment_or_exactly_as_in_the_evaluation() -> None:
+    environment = {"own": {"entry": "a:B", "pass_score": 0.5}, "usual": {"entry": "a:B"}}
+    config = validate({"environment": environment})
+    assert config.passes("own", 0.5)
+    assert config.passes("own", 3.0)
+    assert not config.passes("own", 0.25)
+    for env in ("usual", "of one's own"):
+        assert config.passes(env, 1.0)
+        assert not config.passes(env, 3.0), "a score of another scale"
+        assert not config.passes(env, 0.5)

@@ -92,6 +92,32 @@ def test_collapse_is_of_groups_that_teach_nothing() -> None:
     assert "all scores are 1" in everything.problem
 
 
+def test_solved_are_tasks_whose_answers_pass() -> None:
+    right, wrong, both = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
+    found = health.solved(scored(*[right] * 19, both), 0.95, passes=True)
+    assert found is not None
+    assert found.problem == "98% of the answers pass with the score 1: these tasks are learned"
+    assert health.solved(scored(*[right] * 19, both), 0.95, passes=False) is None
+    assert health.solved(scored(*[right] * 17, both, both, both), 0.95, passes=True) is None
+    assert health.solved_groups(scored(right, right, wrong, both), passes=False) == 0.0
+    assert health.solved_groups(scored(right, right), passes=True) == 2.0
+    # Of three groups of equal scores two at most have another score than the highest, as far as the sums tell.
+    assert health.solved_groups(scored(right, right, wrong), passes=True) == 2.0
+    assert health.solved_groups(scored(wrong, wrong, both), passes=True) == 0.0
+
+
+@given(
+    groups=st.lists(
+        st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=3, max_size=3), min_size=1, max_size=9
+    )
+)
+@settings(deadline=None)
+def test_no_group_is_called_solved_that_is_not(groups: list[list[float]]) -> None:
+    found = scored(*groups)
+    right = sum(set(scores) == {found.high} for scores in groups)
+    assert health.solved_groups(found, passes=True) <= right + 1e-9
+
+
 def test_saturation_is_at_either_end() -> None:
     top = health.saturation(scored([1.0] * 19 + [0.5]), 0.95)
     assert top is not None

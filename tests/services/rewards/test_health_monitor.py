@@ -219,6 +219,52 @@ def test_filtering_of_batches_without_a_step_takes_the_rule_from_their_reason() 
     assert "100% older than trainer.loss" in one.problem
 
 
+def learning(number: int, *groups: list[float], filtered: int) -> StepDone:
+    """Return a step on one environment whose score 1 passes."""
+    return msgspec.structs.replace(step(number, of("math", *groups)), groups=len(groups), filtered=filtered)
+
+
+def passes(env: str, score: float) -> bool:
+    return env == "math" and score == 1.0
+
+
+def test_a_policy_that_has_learned_its_tasks_is_no_problem() -> None:
+    """Most groups are filtered then, since all answers are right: it had the findings `filtering` and `saturation`."""
+    monitor, right, mixed = HealthMonitor(CONFIG, passes), [1.0] * 8, [1.0] * 6 + [0.0] * 2
+    found = []
+    for number in range(1, 1 + WINDOW):  # 80 % filtered, 95 % right
+        found += told(monitor.feed(learning(number, *[right] * 8, mixed, mixed, filtered=8), 0.0))
+    assert found == [("math", "solved", False)]
+    for number in range(1 + WINDOW, 1 + 2 * WINDOW):  # nothing is left to learn
+        found += told(monitor.feed(learning(number, *[right] * 10, filtered=10), 0.0))
+    assert set(found) == {("math", "solved", False)}
+
+
+def test_groups_of_wrong_answers_are_filtering_until_they_are_a_collapse() -> None:
+    """One cause is one finding."""
+    monitor, wrong, alive = HealthMonitor(CONFIG, passes), [0.0] * 8, [0.0, 1.0] * 4
+    found = []
+    for number in range(1, 1 + WINDOW):
+        found += told(monitor.feed(learning(number, *[wrong] * 8, alive, alive, filtered=8), 0.0))
+    assert found == [("trainer", "filtering", False)]
+    for number in range(1 + WINDOW, 1 + 2 * WINDOW):
+        found += told(monitor.feed(learning(number, *[wrong] * 10, filtered=10), 0.0))
+    assert ("trainer", "filtering", True) in found
+    assert ("math", "collapse", False) in found
+    assert ("math", "collapse", True) not in found
+
+
+def test_filtering_for_another_reason_is_told_beside_a_collapse() -> None:
+    monitor, found = HealthMonitor(CONFIG, passes), []
+    for number in range(1, 1 + WINDOW):
+        old = of("code", *[[0.0, 1.0]] * 10)
+        lanes = step(number, of("math", *[[0.0] * 8] * 2), old, too_old=10.0)
+        found += monitor.feed(msgspec.structs.replace(lanes, groups=12, filtered=12), 0.0)
+    assert {(one.env, one.finding) for one in found} == {("math", "collapse"), ("trainer", "filtering")}
+    (filtering,) = [one for one in found if one.finding == "filtering"]
+    assert filtering.numbers == {"groups": 48.0, "too_old": 40.0, "flat": 8.0}
+
+
 def test_rejection_counts_batches_rejected_whole() -> None:
     monitor = HealthMonitor(CONFIG)
     assert fed(monitor, range(1, 4), rejected=0.0) == []

@@ -103,18 +103,23 @@ async def test_samples_are_published_and_recorded(run_dir: Path) -> None:
     assert numbers == sorted(set(numbers))
 
 
-@pytest.mark.parametrize("signal", [True, False])
-async def test_unhealthy_scores_are_found_published_and_recorded(run_dir: Path, signal: bool) -> None:
+@pytest.mark.parametrize(
+    ("signal", "score", "finding"),
+    [(True, 0.5, "collapse"), (False, 0.5, "collapse"), (True, 1.0, "solved")],
+)
+async def test_findings_about_scores_are_published_and_recorded(
+    run_dir: Path, signal: bool, score: float, finding: str
+) -> None:
     layout = RunLayout(run_dir)
     config = RunConfig(health=HealthConfig(window_steps=2))
     stop, number = Stop(), 0
     service = asyncio.create_task(Telemetry(config, layout, OneGpu()).run(stop))
     with forwarding(layout), Publisher(f"ipc://{layout.root}/publish") as trainer:
         async with asyncio.timeout(DEADLINE_S):
-            while "health_finding" not in recorded(layout):
+            while not any(one["env"] == "math" for one in recorded(layout)["health_finding"]):
                 assert not service.done()
                 number += 1  # the first ones may be published before anybody listens
-                flat = of("math", [1.0, 1.0])
+                flat = of("math", [score, score])
                 if signal:
                     trainer.publish(topics.STEP, step(number, flat))
                 else:
@@ -122,10 +127,10 @@ async def test_unhealthy_scores_are_found_published_and_recorded(run_dir: Path, 
                 await asyncio.sleep(0.05)
         stop.request("test")
         await asyncio.wait_for(service, DEADLINE_S)
-    finding = recorded(layout)["health_finding"][0]
-    assert (finding["topic"], finding["finding"]) == ("telemetry.health.math", "collapse")
-    assert finding["source"] == "telemetry"
-    assert finding["numbers"]["flat"] == 1.0
+    told = next(one for one in recorded(layout)["health_finding"] if one["env"] == "math")
+    assert (told["topic"], told["finding"]) == ("telemetry.health.math", finding)
+    assert told["source"] == "telemetry"
+    assert told["numbers"]["flat" if finding == "collapse" else "share"] == 1.0
 
 
 async def test_a_driver_that_hangs_stops_no_other_sample(run_dir: Path) -> None:

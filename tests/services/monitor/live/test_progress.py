@@ -1,5 +1,6 @@
 """Plain lines come neither too often nor too rarely."""
 
+import json
 import os
 from collections.abc import Callable
 
@@ -151,3 +152,35 @@ def test_silent_broker_is_told_instead_of_old_reasons(board: RunState, make_pres
     board.feed(make_pressure(trainer_wait="no_batch"), 1.0)
 
     assert describe(board, 9.0).endswith("the broker is silent for 8 s")
+
+
+def test_for_a_program_a_line_has_fields(
+    board: RunState,
+    make_pressure: MakePressure,
+    make_step: MakeStep,
+    make_lane: Callable[..., LaneStatus],
+    make_worker: Callable[..., WorkerStatus],
+) -> None:
+    progress = Progress(board, as_json=True)
+    first = json.loads(progress.line(0.0) or "")
+    assert (first["event"], first["reward"], first["pressure"], first["ran_s"]) == (
+        "progress",
+        None,
+        None,
+        0.0,
+    )
+    workers = (make_worker("a"), make_worker("b", state=WorkerState.STARTING))
+    lanes = (make_lane("e", wait="stale_guard"),)
+    board.feed(make_pressure(workers=workers, trainer_wait="no_batch", lanes=lanes), 1.0)
+    board.feed(make_step(25, 0.3125), 1.0)
+    board.feed(HealthFinding(env="e", at=0.0, finding="solved", problem="found"), 1.0)
+    told = json.loads(progress.line(4.0) or "")
+    assert (told["step"], told["total_steps"], told["reward"], told["ran_s"]) == (25, 400, 0.3125, 3.0)
+    assert told["workers"] == {"ready": 1, "starting": 1}
+    assert told["trainer_waits"].startswith(
+        "no_batch, 384 of 256 sequences queued; 1 worker ready, 1 starting"
+    )
+    assert told["workers_wait"].startswith("stale_guard, environment e: ")
+    assert told["findings"] == [{"env": "e", "finding": "solved"}]
+    assert progress.line(4.1) is None, "nothing has changed but the clock"
+    assert json.loads(progress.notice("it ends")) == {"event": "notice", "text": "it ends"}

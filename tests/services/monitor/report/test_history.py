@@ -1,4 +1,4 @@
-"""A view that is attached later has the history of the run, and `status` what training showed last."""
+"""A view that is attached later has the history of the run."""
 
 import json
 import math
@@ -14,9 +14,8 @@ from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.control import Pressure, StepDone
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import Event
-from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.report import history
-from rolloutmq.services.monitor.report.history import Lately, events, ran_s, read_history, read_lately
+from rolloutmq.services.monitor.report.history import events, ran_s, read_history
 from rolloutmq.services.telemetry.recorder import line_of
 
 MakeStep = Callable[..., StepDone]
@@ -44,15 +43,6 @@ def test_events_of_training_are_read_as_they_were_told(
     assert finding == (3.0, found("collapse"))
 
 
-def test_the_end_of_a_long_file_begins_with_a_whole_line(layout: RunLayout, make_step: MakeStep) -> None:
-    record(layout, *((float(number), make_step(number)) for number in range(100)))
-    size = layout.metrics.stat().st_size
-    last = [event for _, event in events(layout.metrics, size // 10)]
-    assert isinstance(last[-1], StepDone)
-    assert last[-1].step == 99
-    assert 5 < len(last) < 12
-
-
 def test_the_time_of_a_run_is_that_of_its_lives(layout: RunLayout) -> None:
     assert ran_s(layout, 100.0) is None
     addresses = Endpoints(ingest="", serve="", events="", publish="", pid=1, epoch=1)
@@ -61,29 +51,6 @@ def test_the_time_of_a_run_is_that_of_its_lives(layout: RunLayout) -> None:
     assert ran_s(layout, began + 7.0) == pytest.approx(7.0)
     write_json(layout.lives, [Life(10.0, 30.0), Life(50.0)])
     assert ran_s(layout, 60.0) == 30.0
-
-
-def test_what_training_showed_last(
-    layout: RunLayout, make_step: MakeStep, make_settled: Callable[..., BatchSettled]
-) -> None:
-    assert read_lately(layout) == Lately()
-    record(
-        layout,
-        (1.0, make_step(1, 0.25, loss=2.0, extra={"kl": 0.5, "short": 1.0})),
-        (2.0, found("collapse")),
-        (2.0, found("drift")),
-        (2.0, found("held")),
-        (3.0, found("drift", ended=True)),
-    )
-    lately = read_lately(layout)
-    assert lately.step is not None
-    assert (lately.step.reward, dict(lately.figures)) == (0.25, {"loss": 2.0, "kl": 0.5})
-    assert lately.findings == (found("collapse"),)
-    own = StepFigures(run="r", incarnation=0, step=9, at=0.0, figures={"loss": 0.5}, not_finite=("kl",))
-    record(layout, (1.0, make_settled(9, 0.75)), (1.0, own))
-    lately = read_lately(layout)
-    assert lately.step is not None
-    assert (lately.step.step, dict(lately.figures), lately.not_finite) == (9, {"loss": 0.5}, ("kl",))
 
 
 def test_a_file_without_events_is_an_empty_history(layout: RunLayout) -> None:
@@ -107,9 +74,6 @@ def test_a_damaged_line_is_passed_over(layout: RunLayout, make_step: MakeStep, l
         file.write(line + "\n")
     (event,) = read_history(layout).events
     assert event.at == 1.0
-    step = read_lately(layout).step
-    assert step is not None
-    assert step.step == 1
 
 
 def test_a_history_keeps_the_last_events_of_each_kind(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -48,9 +49,9 @@ from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
 from rolloutmq.services.monitor import liveness
-from rolloutmq.services.monitor.report.history import Lately
 from rolloutmq.services.monitor.status import orchestrator_view
 from rolloutmq.services.monitor.status import status as command
+from rolloutmq.services.monitor.status.lately import Lately
 from rolloutmq.services.monitor.status.status import RunDetails, status, status_json, status_text
 from rolloutmq.services.monitor.status.waits import outside
 from rolloutmq.services.monitor.status.worker_view import joined
@@ -83,20 +84,20 @@ def answering(run_dir: Path, reply: StatusReply) -> Iterator[RunLayout]:
     layout = RunLayout(run_dir)
     address = f"ipc://{run_dir}/serve"
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.bind(address)
+    server = context.socket(zmq.ROUTER)
+    server.bind(address)
 
     def answer() -> None:
-        if socket.poll(10_000):
-            *route, _ = socket.recv_multipart()
-            socket.send_multipart([*route, codec.encode(reply)])
+        if server.poll(10_000):
+            *route, _ = server.recv_multipart()
+            server.send_multipart([*route, codec.encode(reply)])
 
     thread = threading.Thread(target=answer)
     thread.start()
     write_json(layout.endpoints, Endpoints(ingest="", serve=address, events="", publish="", pid=1, epoch=1))
     yield layout
     thread.join()
-    socket.close(linger=0)
+    server.close(linger=0)
     context.term()
 
 
@@ -354,8 +355,23 @@ def test_silent_workers_are_counted_apart(
     """Killed ones stay in the broker's table with the last state that they reported."""
     heard = (make_worker("a"), make_worker("b", silent_s=14.0), make_worker("c", silent_s=14.0))
     silent = replace(reply, pressure=replace(reply.pressure, workers=heard))
-    for crew in ((), joined(None, heard, 0.0)):
+    for crew in (None, joined(None, heard, 0.0)):
         assert "workers  1 ready, 2 silent" in status_text(silent, RunDetails(crew)).splitlines()
+
+
+def test_the_reason_of_a_wait_counts_the_workers_as_the_table_does(
+    reply: StatusReply, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    """The broker has not heard of the given-up worker, and still has the killed one."""
+    killed = make_worker("b", silent_s=14.0, host=socket.gethostname(), pid=2**22 + 1)
+    heard = (make_worker("a"), killed)
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    crew = joined(Supervision(orchestrator=me, workers=(given_up(),)), heard, 0.0)
+    waiting = replace(reply.pressure, workers=heard, trainer_wait="no_batch")
+    lines = status_text(replace(reply, pressure=waiting), RunDetails(crew)).splitlines()
+    assert "workers  1 ready, 1 fatal" in lines
+    (why,) = [line for line in lines if line.startswith("why ")]
+    assert "; 1 worker ready, 1 fatal; workers wait: " in why
 
 
 def test_json_has_what_the_orchestrator_knows(
