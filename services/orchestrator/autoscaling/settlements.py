@@ -9,10 +9,12 @@ slower trainer. Until the next one comes, it counts.
 """
 
 import math
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 CHANGED: Final = 0.15
 """Relative difference of the windows that counts as a change."""
@@ -43,8 +45,7 @@ LATE: Final = 1.5
 """Factor on the usual time from which a late settlement lowers the pace before it comes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(msgspec.Struct, frozen=True):
     """Sequences consumed at once, the time since the one before without waits, and how precisely that was seen."""
 
     sequences: int
@@ -52,8 +53,7 @@ class Settlement:
     grain_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Settlements:
+class Settlements(msgspec.Struct, frozen=True):
     """The last settlements, oldest first."""
 
     last: tuple[Settlement, ...] = ()
