@@ -9,7 +9,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers test-data \
 	test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench bench-rewards \
-	bench-rivals accept newest reference notebook lock clean
+	bench-scaling bench-rivals accept newest reference notebook lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
 PIP := -m pip install --disable-pip-version-check --no-deps
@@ -117,6 +117,11 @@ bench: $(VENV)/.installed ## the figures, with their rivals in the same run
 
 bench-rewards: $(VENV)/.installed ## whole runs that show that rewards and curriculum act, with their controls: an hour
 	$(BIN)/python -m benchmarks.rewards
+
+SEEDS ?= 20
+
+bench-scaling: $(VENV)/.installed ## the bounds of the autoscaler on all simulated runs, or those left: SEEDS=... each
+	nice $(BIN)/python -m benchmarks.scaling --seeds $(SEEDS)
 
 bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/.installed .venv-skyrl/.installed \
 	.venv-vllm/.installed ## what some figures are compared with; optional

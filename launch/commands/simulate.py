@@ -13,6 +13,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from rolloutmq.launch.settings import assign, read_toml, validated
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
@@ -155,7 +157,7 @@ def decide_again(recorded: Path, *, as_json: bool = False) -> int:
     except (OSError, ValueError) as error:
         raise ConfigError("replay", str(error)) from None
     if as_json:
-        _print_json(asdict(again))
+        _print_json(msgspec.to_builtins(again))
     else:
         sys.stdout.write("".join(_replay_lines(again)))
     return int(again.differences > 0)

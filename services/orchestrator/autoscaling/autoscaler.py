@@ -8,8 +8,9 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Final
+
+from msgspec.structs import replace
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
@@ -70,8 +71,8 @@ class ScaleTarget:
         """An operator set its number."""
         self.server = ServerLimit()
         """What the inference servers allow."""
-        self.said = self._say(PressureSample())
-        """The decision with its inputs, as published."""
+        self._sample = PressureSample()
+        """Input of the last decision."""
         self._told: int | None = None
         self._told_at = -math.inf
 
@@ -89,7 +90,7 @@ class ScaleTarget:
             logger.info(
                 "scale env=%s target=%d reason=%s", self.env, self.decision.target, self.decision.reason
             )
-        self.said = self._say(sample)
+        self._sample = sample
         return answer
 
     def use(self) -> ServerUse:
@@ -184,17 +185,19 @@ class ScaleTarget:
 
     def is_news(self, now: float) -> bool:
         """Return whether to publish the decision: a change at once, anything else periodically."""
-        if self.said.target == self._told and now - self._told_at < REPEAT_S:
+        if self.decision.target == self._told and now - self._told_at < REPEAT_S:
             return False
-        self._told, self._told_at = self.said.target, now
+        self._told, self._told_at = self.decision.target, now
         return True
 
-    def _say(self, sample: PressureSample) -> ScaleDecision:
-        rates, crew = self.state.rates, sample.crew
+    @property
+    def said(self) -> ScaleDecision:
+        """Return the last decision with its inputs, to publish."""
+        rates, crew = self.state.rates, self._sample.crew
         return ScaleDecision(
             env=self.env,
             at=time.time(),
-            rollout_pressure=sample.pressure,
+            rollout_pressure=self._sample.pressure,
             current=crew.current,
             target=self.decision.target,
             reason=self.decision.reason,

@@ -6,11 +6,11 @@ together never exceed the budget, however each environment uses its own.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerClaim:
+class WorkerClaim(msgspec.Struct, frozen=True):
     """Bounds, demand and weight of one environment."""
 
     least: int

@@ -41,8 +41,10 @@ Advanced PID Control, 3.5 (conditional integration).
 """
 
 import math
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.schemas.config.orchestrator import ScalingConfig
 from rolloutmq.services.orchestrator.autoscaling.cycles import DemandCycles
@@ -105,14 +107,13 @@ LESS: Final = 0.9
 band beyond one worker down."""
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerState:
+class ControllerState(msgspec.Struct, frozen=True):
     """Memory of the controller between ticks."""
 
     target: int
-    rates: DemandEstimator = field(default_factory=DemandEstimator)
-    cycles: DemandCycles = field(default_factory=DemandCycles)
-    trend: DemandTrend = field(default_factory=DemandTrend)
+    rates: DemandEstimator = msgspec.field(default_factory=DemandEstimator)
+    cycles: DemandCycles = msgspec.field(default_factory=DemandCycles)
+    trend: DemandTrend = msgspec.field(default_factory=DemandTrend)
     news: tuple[int, int] = (-1, -1)
     """Epoch and number of the last pressure message."""
     at: float = -math.inf

@@ -13,11 +13,11 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.bus.files import open_regular, private_file
 from rolloutmq.bus.log_throttle import LogThrottle
@@ -39,8 +39,7 @@ CLOCKS_S: Final = 5.0
 """Tolerance between the clocks: after a reboot the monotonic clock tells another absence than the wall clock."""
 
 
-@dataclass(frozen=True, slots=True)
-class DecisionLogHeader:
+class DecisionLogHeader(msgspec.Struct, frozen=True):
     """State from which the decisions that follow can be recomputed."""
 
     env: str
@@ -60,8 +59,7 @@ class DecisionLogHeader:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedDecision:
+class LoggedDecision(msgspec.Struct, frozen=True):
     """One decision. `at` is wall-clock time, `now` the controller's clock; both in seconds."""
 
     env: str
@@ -171,8 +169,7 @@ def _entry(line: Any) -> Entry:
             raise ValueError("neither a header nor a decision")
 
 
-@dataclass(slots=True)
-class Resumed:
+class Resumed(msgspec.Struct):
     """The last state of a controller, and the header it follows from."""
 
     header: DecisionLogHeader
@@ -180,7 +177,7 @@ class Resumed:
     at: float = -math.inf
     now: float = -math.inf
     """Times of its last decision, as those of `LoggedDecision`."""
-    server: ServerLimit = field(default_factory=ServerLimit)
+    server: ServerLimit = msgspec.field(default_factory=ServerLimit)
     engines: int = 0
     """What the inference servers allowed then, and their number."""
 
@@ -236,16 +233,14 @@ def _tail(path: Path, nbytes: int) -> list[bytes]:
     return [line for line in lines[1 if start else 0 :] if line]
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(msgspec.Struct, frozen=True):
     """A decision that differs when recomputed."""
 
     recorded: LoggedDecision
     now: Decision
 
 
-@dataclass(slots=True)
-class Replay:
+class Replay(msgspec.Struct):
     """Result of recomputing decisions."""
 
     decisions: int = 0

@@ -6,15 +6,16 @@ output, and the caller passes the clock. `control_law` has the controller in use
 """
 
 import math
-from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
+
+import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.schemas.wire.control import LaneStatus, Pressure, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerCounts:
+class WorkerCounts(msgspec.Struct, frozen=True):
     """Worker counts of one environment, as the supervisor sees them."""
 
     ready: int = 0
@@ -35,8 +36,7 @@ class WorkerCounts:
         return self.ready + self.starting
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerRoom:
+class WorkerRoom(msgspec.Struct, frozen=True):
     """Limit on the number of workers, its bound as a keyword such as `budget`, and details."""
 
     workers: int
@@ -44,8 +44,7 @@ class WorkerRoom:
     details: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerLimit:
+class ServerLimit(msgspec.Struct, frozen=True):
     """What the inference servers allow an environment; see `saturation`.
 
     Attributes:
@@ -73,8 +72,7 @@ class ServerLimit:
     tests_fewer: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PressureSample:
+class PressureSample(msgspec.Struct, frozen=True):
     """Input of a controller at one tick, for one environment. Counters grow within one `epoch`.
 
     Attributes:
@@ -131,8 +129,7 @@ class PressureSample:
     wanted: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """Target number of workers, and the reason.
 
     Attributes:

@@ -15,8 +15,10 @@ rollout, groups tell as early.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 GROUPS: Final = 24
 """Completions that tell a pace, in groups with one for each sequence: as many as groups tell a throughput."""
@@ -31,8 +33,7 @@ FURTHER: Final = 1.5
 and groups need two rollouts to send the rest away."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """What the workers of one environment have sampled.
 
     Attributes:
@@ -52,8 +53,7 @@ class Sampled:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressMeter:
+class ProgressMeter(msgspec.Struct, frozen=True):
     """The pace of the workers of one environment, in tokens per second of one worker.
 
     Attributes:

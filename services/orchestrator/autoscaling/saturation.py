@@ -26,8 +26,10 @@ that crashed and starts again counts as a worker.
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.services.orchestrator.autoscaling.budget import divide
 from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND
@@ -101,8 +103,7 @@ LOST: Final = 0.95
 """Throughput after scaling back, relative to that before, from which the capacity is not too low."""
 
 
-@dataclass(frozen=True, slots=True)
-class ServerUse:
+class ServerUse(msgspec.Struct, frozen=True):
     """What the detector knows of one environment.
 
     Attributes:
@@ -138,7 +139,7 @@ class ServerUse:
     available: float = 1.0
     demand: float | None = None
     starved_s: float = 0.0
-    sampled: Sampled = field(default_factory=Sampled)
+    sampled: Sampled = msgspec.field(default_factory=Sampled)
     dispersion: float = 1.0
 
     @property
@@ -148,8 +149,7 @@ class ServerUse:
         return self.rollout_s >= LONG_S and self.made >= self.group_sequences * min(OWN_GROUPS, self.workers)
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
+class _Span(msgspec.Struct, frozen=True):
     """What one environment did since some time: sequences and groups made, time without waits, and mean workers."""
 
     made: float
@@ -168,8 +168,7 @@ class _Span:
         return self.made / self.busy_s if self.busy_s > 0.0 and self.groups >= least else None
 
 
-@dataclass(slots=True)
-class _Rest:
+class _Rest(msgspec.Struct):
     """The environments without a pace of their own in a measurement, taken together."""
 
     size: float = 0.0
@@ -190,8 +189,7 @@ class _Rest:
         return self.size * (self.made / self.expected if is_told else usual)
 
 
-@dataclass(frozen=True, slots=True)
-class _Measured:
+class _Measured(msgspec.Struct, frozen=True):
     """One measurement: paces by environment, size and throughput, and whether the trainer got what it demands."""
 
     paces: Mapping[str, float]
@@ -207,8 +205,7 @@ def _telling(uses: Sequence[ServerUse]) -> int:
     return min(GROUPS, max(LEAST_GROUPS, math.ceil(dispersion / PRECISE**2)))
 
 
-@dataclass(frozen=True, slots=True)
-class SaturationDetector:
+class SaturationDetector(msgspec.Struct, frozen=True):
     """State of the search for the capacity. Sizes and throughputs are in sequences per second."""
 
     capacity: float = 0.0
@@ -224,7 +221,7 @@ class SaturationDetector:
     until: float = -math.inf
     """Time of the next probe."""
     hold_s: float = FIRST_HOLD_S
-    bests: Mapping[str, float] = field(default_factory=dict)
+    bests: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Pace of a worker without saturation, by environment."""
     proven: float = 0.0
     """Largest size that was not clearly slower."""
@@ -246,15 +243,15 @@ class SaturationDetector:
     """Size at the beginning of the present measurement."""
     since: float = -math.inf
     """That beginning."""
-    begun: Mapping[str, ServerUse] = field(default_factory=dict)
+    begun: Mapping[str, ServerUse] = msgspec.field(default_factory=dict)
     """What was known of each environment then."""
-    earlier: Mapping[str, ServerUse] = field(default_factory=dict)
+    earlier: Mapping[str, ServerUse] = msgspec.field(default_factory=dict)
     """The same of environments whose own measurement began earlier: the last one had too few groups of theirs."""
-    ready: Mapping[str, float] = field(default_factory=dict)
+    ready: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Availability that the limit of each environment counts with: each crash would move the limit to and fro."""
     engines: int = 0
     """Inference servers; a change of their number discards the capacity."""
-    meters: Meters = field(default_factory=dict)
+    meters: Meters = msgspec.field(default_factory=dict)
     """Paces within rollouts, by environment."""
 
     def looked(self, uses: Sequence[ServerUse], engines: int, now: float) -> "SaturationDetector":

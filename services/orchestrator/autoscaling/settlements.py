@@ -9,10 +9,12 @@ slower trainer. Until the next one comes, it counts.
 """
 
 import math
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Final
+from typing import Final, NamedTuple
+
+import msgspec
+from msgspec.structs import replace
 
 CHANGED: Final = 0.15
 """Relative difference of the windows that counts as a change."""
@@ -35,6 +37,8 @@ PRECISE: Final = 0.03
 """Relative precision of the pace that a longer window is to reach where settlements differ by chance."""
 OF_NEIGHBOURS: Final = 2.0 / math.sqrt(math.pi)
 """Mean difference of two values of a normal distribution, in standard deviations."""
+LEAST_S: Final = 1e-3
+"""Least time of settlements: divided by none, their pace would be infinite."""
 KEPT: Final = 64
 """Settlements remembered."""
 PAUSE, PAUSE_S = 3.0, 4.0
@@ -43,8 +47,7 @@ LATE: Final = 1.5
 """Factor on the usual time from which a late settlement lowers the pace before it comes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settlement:
+class Settlement(msgspec.Struct, frozen=True):
     """Sequences consumed at once, the time since the one before without waits, and how precisely that was seen."""
 
     sequences: int
@@ -52,8 +55,7 @@ class Settlement:
     grain_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Settlements:
+class Settlements(msgspec.Struct, frozen=True):
     """The last settlements, oldest first."""
 
     last: tuple[Settlement, ...] = ()
@@ -75,20 +77,21 @@ class Settlements:
         last = (*self.last[1 - KEPT :], Settlement(sequences, awake_s, grain_s))
         long = _long(last)
         if long[-1] and len(last) > 1 and not long[-2]:  # until the next one tells whether it was a pause
-            return replace(self, last=last, pace=sequences / max(awake_s, 1e-3), used=1)
+            return replace(self, last=last, pace=sequences / max(awake_s, LEAST_S), used=1)
         sound = _without_pauses(last, long)
         noise = _spread(sound[:SPREAD_OF]) if len(sound) >= LEAST_SPREAD else self.noise
         usual = _window(sound, LONG_S, min(max(LONG_STEPS, math.ceil((noise / PRECISE) ** 2)), SPREAD_OF))
         shorts = [(_window(sound, least_s, least, LONE_S), usual, CHANGED) for least_s, least in WINDOWS]
         large = _window(sound, LARGE_S, LARGE_STEPS, LONE_S)
-        if earlier := _window(sound[len(large) :], LONG_S, LONG_STEPS):
-            shorts.insert(0, (large, earlier, LARGE))
+        if earlier := sound[large.number :]:
+            shorts.insert(0, (large, _window(earlier, LONG_S, LONG_STEPS), LARGE))
         for short, long_window, changed in shorts:
-            spread = changed + GRAIN * max(one.grain_s for one in short) / _awake_s(short)
-            spread += CHANCE * noise / math.sqrt(len(short))
-            if abs(_pace(short) / _pace(long_window) - 1.0) > spread:
-                return replace(self, last=tuple(reversed(short)), pace=_pace(short), used=len(short))
-        return replace(self, last=last, pace=_pace(usual), noise=noise, used=len(usual))
+            spread = changed + GRAIN * short.grain_s / max(short.awake_s, LEAST_S)
+            spread += CHANCE * noise / math.sqrt(short.number)
+            if abs(short.pace / long_window.pace - 1.0) > spread:
+                last = tuple(reversed(sound[: short.number]))
+                return replace(self, last=last, pace=short.pace, used=short.number)
+        return replace(self, last=last, pace=usual.pace, noise=noise, used=usual.number)
 
     @property
     def usual_s(self) -> float:
@@ -105,12 +108,17 @@ class Settlements:
 
 def _long(last: tuple[Settlement, ...]) -> list[bool]:
     """Return which settlements took far longer than usual."""
-    usual = median(one.awake_s / one.sequences for one in last)
-    return [one.awake_s > max(PAUSE * usual * one.sequences, usual * one.sequences + PAUSE_S) for one in last]
+    usual = median([one.awake_s / one.sequences for one in last])
+    least = PAUSE * usual
+    return [
+        one.awake_s > least * one.sequences and one.awake_s > usual * one.sequences + PAUSE_S for one in last
+    ]
 
 
 def _without_pauses(last: tuple[Settlement, ...], long: list[bool]) -> list[Settlement]:
     """Return settlements, newest first, without lone long ones."""
+    if not any(long):
+        return list(last[::-1])
     kept = [
         one
         for place, one in enumerate(last)
@@ -119,28 +127,36 @@ def _without_pauses(last: tuple[Settlement, ...], long: list[bool]) -> list[Sett
     return (kept or list(last))[::-1]
 
 
-def _window(
-    newest: list[Settlement], least_s: float, least: int, lone_s: float = math.inf
-) -> list[Settlement]:
+class _Window(NamedTuple):
+    """The newest settlements: their number, sequences, time without waits, and the coarsest grain."""
+
+    number: int
+    sequences: int
+    awake_s: float
+    grain_s: float
+
+    @property
+    def pace(self) -> float:
+        """Return the sequences per second."""
+        return self.sequences / max(self.awake_s, LEAST_S)
+
+
+def _window(newest: list[Settlement], least_s: float, least: int, lone_s: float = math.inf) -> _Window:
     """Return the newest settlements that span so much time and number so many."""
-    awake_s = 0.0
-    for count, one in enumerate(newest, 1):
+    number, sequences, awake_s, grain_s = 0, 0, 0.0, 0.0
+    for one in newest:
+        number += 1
+        sequences += one.sequences
         awake_s += one.awake_s
-        if awake_s >= lone_s or (awake_s >= least_s and count >= least):
-            return newest[:count]
-    return newest
+        if one.grain_s > grain_s:
+            grain_s = one.grain_s
+        if awake_s >= lone_s or (awake_s >= least_s and number >= least):
+            break
+    return _Window(number, sequences, awake_s, grain_s)
 
 
 def _spread(settlements: list[Settlement]) -> float:
     """Return the relative standard deviation of the paces, from the differences of neighbours: a trend is no spread."""
-    paces = [one.sequences / max(one.awake_s, 1e-3) for one in settlements]
+    paces = [one.sequences / max(one.awake_s, LEAST_S) for one in settlements]
     differences = [abs(late - early) for late, early in pairwise(paces)]
     return fmean(differences) / OF_NEIGHBOURS / fmean(paces)
-
-
-def _awake_s(window: list[Settlement]) -> float:
-    return max(sum(one.awake_s for one in window), 1e-3)
-
-
-def _pace(window: list[Settlement]) -> float:
-    return sum(one.sequences for one in window) / _awake_s(window)

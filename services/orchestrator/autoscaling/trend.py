@@ -5,6 +5,8 @@ it rises within that time. A step is no trend, and neither is noise: the demand 
 third of the time.
 """
 
+import math
+from bisect import bisect_right
 from itertools import pairwise
 from typing import Final
 
@@ -56,4 +58,4 @@ class DemandTrend(msgspec.Struct, frozen=True):
 
     def _at(self, at: float) -> float:
         """Return the last demand seen until then."""
-        return next((demand for time, demand in reversed(self.points) if time <= at), self.points[0][1])
+        return self.points[max(0, bisect_right(self.points, (at, math.inf)) - 1)][1]

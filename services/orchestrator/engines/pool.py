@@ -13,10 +13,11 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
+
+from msgspec.structs import replace
 
 from rolloutmq.bus.engine_registry import (
     FIRST,

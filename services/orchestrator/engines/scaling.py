@@ -17,8 +17,10 @@ Always min <= target <= max.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final, Self
+
+import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, WorkerCounts
@@ -29,8 +31,7 @@ FULL: Final = 0.7
 """Largest busy part of the remaining engines after a scale-down; they take over the work of the removed one."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineBound:
+class EngineBound(msgspec.Struct, frozen=True):
     """Saturation of one environment, from its controller.
 
     Attributes:
@@ -47,8 +48,7 @@ class EngineBound:
         return self.inference_bound and self.short > 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PoolSample:
+class PoolSample(msgspec.Struct, frozen=True):
     """Input of the rule at one tick.
 
     Attributes:
@@ -59,15 +59,14 @@ class PoolSample:
         failure: Why an engine was given up.
     """
 
-    crew: WorkerCounts = field(default_factory=WorkerCounts)
-    bounds: Mapping[str, EngineBound] = field(default_factory=dict)
+    crew: WorkerCounts = msgspec.field(default_factory=WorkerCounts)
+    bounds: Mapping[str, EngineBound] = msgspec.field(default_factory=dict)
     busy: float = 0.0
     wanted: int | None = None
     failure: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class PoolState:
+class PoolState(msgspec.Struct, frozen=True):
     """Memory of the rule between ticks."""
 
     target: int
@@ -82,8 +81,7 @@ class PoolState:
         return replace(self, bound_s=0.0, idle_s=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineScalingRule:
+class EngineScalingRule(msgspec.Struct, frozen=True):
     """Adds an engine while workers are held back, removes one while the others have the capacity."""
 
     min_engines: int

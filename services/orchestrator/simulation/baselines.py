@@ -6,13 +6,14 @@ to the peak of 300 s); Astrom and Hagglund, Advanced PID Control, equation 3.1, 
 """
 
 import math
-from dataclasses import dataclass, replace
+
+import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
 
 
-@dataclass(frozen=True, slots=True)
-class RatioState:
+class RatioState(msgspec.Struct, frozen=True):
     """Memory of the ratio rule."""
 
     target: int
@@ -20,8 +21,7 @@ class RatioState:
     recommended: tuple[tuple[float, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class RatioRule:
+class RatioRule(msgspec.Struct, frozen=True):
     """Scales workers by the ratio of the queue's setpoint to its length."""
 
     min_workers: int
@@ -48,8 +48,7 @@ class RatioRule:
         return RatioState(target, now, kept), Decision(target, f"ratio {ratio:.2f}")
 
 
-@dataclass(frozen=True, slots=True)
-class PidState:
+class PidState(msgspec.Struct, frozen=True):
     """Memory of the PID."""
 
     target: int
@@ -58,8 +57,7 @@ class PidState:
     error: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class PidRule:
+class PidRule(msgspec.Struct, frozen=True):
     """Proportional, integral and derivative of the error, in workers per missing batch."""
 
     min_workers: int

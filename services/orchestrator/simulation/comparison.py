@@ -50,8 +50,10 @@ def processors() -> int:
 def _trials(scenario: Scenario, seeds: int, laws: Sequence[str]) -> Iterator[Trial]:
     """Yield the trials of a scenario: of the reference fleet first, and without crashes after those with them."""
     for law in (REFERENCE, *(law for law in laws if law != REFERENCE)):
-        for one in (scenario, scenario.without_crashes) if scenario.has_crashes else (scenario,):
-            yield from ((one, law, seed) for seed in range(seeds))
+        yield from ((scenario, law, seed) for seed in range(seeds))
+        if scenario.has_crashes and law in laws:
+            calm = scenario.without_crashes
+            yield from ((calm, law, seed) for seed in range(seeds))
 
 
 def _verdicts(
@@ -62,9 +64,10 @@ def _verdicts(
     reference: list[dict[str, Outcome]] = []
     for law in (REFERENCE, *(law for law in laws if law != REFERENCE)):
         found = list(itertools.islice(outcomes, seeds))
-        uncrashed = list(itertools.islice(outcomes, seeds)) if scenario.has_crashes else None
         reference = reference or found
-        verdicts[law] = judged(scenario, law, found, reference, uncrashed)
+        if law in laws:
+            uncrashed = list(itertools.islice(outcomes, seeds)) if scenario.has_crashes else None
+            verdicts[law] = judged(scenario, law, found, reference, uncrashed)
     return [verdicts[law][env] for env in range(len(scenario.site.environments)) for law in laws]
 
 

@@ -8,9 +8,10 @@ starting workers; every other controller is compared with it.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.inference import InferenceConfig

@@ -64,6 +64,7 @@ class Crew:
         """The same of workers that crashed."""
         self._starts = deque((self._start_s(0.0) for _ in range(site.ready)), STARTS)
         """Last times from a start until a worker was ready; those ready at the start were started before."""
+        self._usual_start_s = median(self._starts) if self._starts else 0.0
         self._draining: list[float] = []
         self._failed: list[float] = []
         """Times at which the place of a failed worker is free."""
@@ -156,6 +157,7 @@ class Crew:
                 left.append((now + self._start_s(now), now))
             else:
                 self._starts.append(ready_at - since)
+                self._usual_start_s = median(self._starts)
                 self._add_ready(1, now)
         return left
 
@@ -180,7 +182,7 @@ class Crew:
             return 0.0
         waiting = self._starting + self._restarting
         under_way = [self._now - since for _, since in waiting if since <= self._now]
-        return max(median(self._starts), median_low(under_way) if under_way else 0.0)
+        return max(self._usual_start_s, median_low(under_way)) if under_way else self._usual_start_s
 
 
 class Lane:

@@ -21,7 +21,7 @@ class Series:
 
     def at(self, seconds: float) -> float:
         """Return the value at a time."""
-        place = bisect.bisect_right(self.times, seconds) - 1
+        place = bisect.bisect_right(self.times, seconds) - 1 if len(self.times) > 1 else 0
         if place < 0:
             return self.values[0]
         if not self.is_linear or place + 1 == len(self.times):

@@ -6,10 +6,11 @@ telling a drained worker to drain.
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import count
 from statistics import median, median_low
 from typing import Final
+
+from msgspec.structs import replace
 
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts

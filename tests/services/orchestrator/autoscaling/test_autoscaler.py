@@ -1,10 +1,10 @@
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure

@@ -1,0 +1,1 @@
+"""Bounds of the control law on all scenarios of the simulation, over many seeds."""
