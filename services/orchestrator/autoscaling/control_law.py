@@ -93,7 +93,7 @@ IDLE_PART: Final = 0.5
 """Part of their waiting time from which more workers would only wait too."""
 WHOLE: Final = 0.85
 """Smallest dead band, in workers: with two of them, a want of one is one."""
-UNSURE: Final = 3.0
+UNSURE: Final = 3.5
 UNSURE_PART: Final = 0.25
 """Dead band in standard errors of the measured rates, and the largest such part of the target: both the number that was
 wanted once and the one that is wanted now differ by chance."""

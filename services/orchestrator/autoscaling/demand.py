@@ -41,9 +41,9 @@ PRECISE: Final = 0.03
 QUICK_S: Final = 5.0
 """Time constant of the recent throughput per worker; one rollout, if that is longer."""
 QUICK_GROUPS: Final = 10
-"""Groups that it must be measured from."""
+"""Groups that it must be measured from; groups that arrive together count as one."""
 CHANGED: Final = 0.2
-CHANCE: Final = 3.5
+CHANCE: Final = 4.25
 """Relative difference from what was before that counts as a change; and that of chance, in standard errors."""
 BEFORE: Final = 0.5
 """Least busy time before the recent one, relative to it, to compare with."""
@@ -60,7 +60,8 @@ ASLEEP_PART: Final = 0.9
 STARVED_S: Final = 2.0
 """Time constant of the trainer's present wait."""
 MISSED: Final = 10.0
-"""Overdue groups that show that nothing arrives at all: a worker without output is not a slow worker."""
+"""Overdue groups that show that nothing arrives at all: a worker without output is not a slow worker. Groups that
+arrive together count as one."""
 QUIET_PART: Final = 0.6
 """Part of that time in which they must not have waited for credit: waits are reported up to a second late."""
 SILENT_S: Final = 3.0
@@ -94,10 +95,12 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     present_s: float = 0.0
     blocked_s: float = 0.0
     """Worker time in which `made` was produced, and the waiting part of it; all three decay."""
+    made_squared: float = 0.0
+    """`made` with the squares of its weights: how many sequences such a mean is worth."""
     group_s: float = 0.0
     """Time between two groups, at the pace of the last throughput; 0 while unknown."""
-    recent: tuple[tuple[float, float], ...] = ((0.0, 0.0), (0.0, 0.0))
-    """`made` and busy worker time with shorter time constants, the shortest first, to see a change."""
+    recent: tuple[tuple[float, float, float], ...] = ((0.0, 0.0, 0.0), (0.0, 0.0, 0.0))
+    """`made`, `made_squared` and busy worker time with shorter time constants, the shortest first, to see a change."""
     scatter: PaceScatter = PaceScatter()
     """How much the throughput differs by chance."""
     made_all: float = 0.0
@@ -184,7 +187,8 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     @property
     def error(self) -> float:
         """Return the standard error of demand over throughput and availability, relative to it."""
-        groups = self.made / max(1, self.last.group_sequences) if self.last is not None else 0.0
+        sequences = _worth(self.made, self.made, self.made_squared)
+        groups = sequences / max(1, self.last.group_sequences) if self.last is not None else 0.0
         return math.hypot(self.scatter.error(groups), self.settlements.error, self.crashes.error)
 
     def looked(self, seen: PressureSample, now: float) -> "DemandEstimator":
@@ -292,8 +296,8 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         new = replace(
             new,
             recent=tuple(
-                (made_before * fade + made, busy_before_s * fade + busy_s)
-                for fade, (made_before, busy_before_s) in zip(fading, self.recent, strict=True)
+                (made_before * fade + made, squared * fade**2 + made, busy_before_s * fade + busy_s)
+                for fade, (made_before, squared, busy_before_s) in zip(fading, self.recent, strict=True)
             ),
             scatter=self.scatter.looked(
                 made / max(1, seen.group_sequences), busy_s, elapsed, max(QUICK_S, self.rollout_s)
@@ -303,6 +307,7 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             present_all_s=self.present_all_s + elapsed * workers,
             counted_s=self.counted_s + elapsed,
             made=self.made * kept + made,
+            made_squared=self.made_squared * kept**2 + made,
             present_s=self.present_s * kept + elapsed * workers,
             blocked_s=self.blocked_s * kept + begun_blocked_s,
             vain_s=0.0 if made else self.vain_s * kept + elapsed * workers - begun_blocked_s,
@@ -345,19 +350,22 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         """Forget the older means if the recent ones clearly differ: rollouts became longer or shorter."""
         if self.per_worker is None:
             return self
-        for made, busy_s in self.recent:
+        least = QUICK_GROUPS * self.scatter.together * group_sequences
+        for made, squared, busy_s in self.recent:
             before, before_s = self.made - made, self.present_s - self.blocked_s - busy_s
-            if made < QUICK_GROUPS * group_sequences or busy_s < SEEN_S:
+            if made < least or busy_s < SEEN_S:
                 continue
             if before <= 0.0 or before_s < BEFORE * busy_s:
                 continue
             expected = before / before_s * busy_s  # by chance, it differs from this
-            error = math.hypot(
-                self.scatter.error(expected / group_sequences), self.scatter.error(before / group_sequences)
-            )
+            worth = _worth(expected, made, squared), _worth(before, self.made, self.made_squared)
+            error = math.hypot(*(self.scatter.error(sequences / group_sequences) for sequences in worth))
             if abs(made / busy_s * before_s / before - 1.0) > max(CHANGED, CHANCE * error):
-                recent = tuple((min(of, made), min(span_s, busy_s)) for of, span_s in self.recent)
-                return replace(self, made=made, present_s=busy_s, blocked_s=0.0, vain_s=0.0, recent=recent)
+                recent = tuple(min(one, (made, squared, busy_s)) for one in self.recent)
+                new = replace(
+                    self, made=made, made_squared=squared, present_s=busy_s, blocked_s=0.0, vain_s=0.0
+                )
+                return replace(new, recent=recent)
         return self
 
     def _paced(self) -> "DemandEstimator":
@@ -380,7 +388,8 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             return True
         if self.quiet_s < QUIET_PART * workers * since:
             return False
-        return self.per_worker * self.quiet_s / max(1, seen.group_sequences) >= MISSED
+        missed = MISSED * self.scatter.together * max(1, seen.group_sequences)
+        return self.per_worker * self.quiet_s >= missed
 
     def _with_ready(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Record the count of ready workers. The oldest entry is the count when the rollouts arriving now began: newer
@@ -399,6 +408,14 @@ def _between(low: tuple[float, float], high: tuple[float, float], at: float) -> 
     if high[0] <= low[0]:
         return low[1]
     return low[1] + (high[1] - low[1]) * min(max((at - low[0]) / (high[0] - low[0]), 0.0), 1.0)
+
+
+def _worth(sequences: float, decayed: float, squared: float) -> float:
+    """Return how many sequences, counted once each, are as precise as these of a mean that decays.
+
+    Such a mean is worth twice what it holds, once it is older than its time constant.
+    """
+    return sequences * decayed / squared if squared else sequences
 
 
 def _part(of: float, whole: float) -> float:

@@ -85,6 +85,8 @@ HELPS: Final = 0.5
 """Minimum part of the expected gain that shows that more workers help."""
 STEADY: Final = 0.05
 """Relative difference from the baseline that is no change while the capacity is known."""
+CHANCE: Final = 4.0
+"""Difference of two throughputs, in standard errors, that is a change."""
 FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
 FOLLOWS_PER_S: Final = 0.0004
@@ -190,11 +192,12 @@ class _Rest(msgspec.Struct):
 
 
 class _Measured(msgspec.Struct, frozen=True):
-    """One measurement: paces by environment, size and throughput, and whether the trainer got what it demands."""
+    """One measurement: paces by environment; size, throughput and groups; whether the trainer got what it demands."""
 
     paces: Mapping[str, float]
     size: float
     total: float
+    groups: float
     is_sure: bool
     is_enough: bool
 
@@ -218,6 +221,10 @@ class SaturationDetector(msgspec.Struct, frozen=True):
     """Workers of the next probe; doubles each time they help."""
     usual: float = 0.0
     """Throughput at the capacity before the probe."""
+    full: float = 0.0
+    """Largest throughput that full servers surely had; 0 if unknown."""
+    full_groups: float = 0.0
+    """Groups that told it."""
     until: float = -math.inf
     """Time of the next probe."""
     hold_s: float = FIRST_HOLD_S
@@ -399,7 +406,9 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             return None
         total += rest.total(total / size if size else 1.0)
         is_sure = groups >= SURE_GROUPS and took_s >= SURE_S
-        return _Measured(paces, size + rest.size, total, is_sure, self._is_enough(uses, total, took_s))
+        return _Measured(
+            paces, size + rest.size, total, groups, is_sure, self._is_enough(uses, total, took_s)
+        )
 
     def _is_enough(self, uses: Sequence[ServerUse], total: float, took_s: float) -> bool:
         demands = [one.demand for one in uses]
@@ -466,13 +475,26 @@ class SaturationDetector(msgspec.Struct, frozen=True):
                 return replace(new, doubted=True)
             return new._slowed(seen) if change < 1.0 else new._sped_up(seen, now)
         new = replace(new, doubted=False)
+        if not seen.is_sure:
+            return self if now >= self.until or seen.size > (1.0 + STEADY) * self.full > 0.0 else new
+        if self._is_fuller(seen, uses):
+            return new._sped_up(seen, now)
         if now < self.until:
             return new
-        if not seen.is_sure:
-            return self
-        unit = max(self.bests.get(one.env, 0.0) for one in uses)
-        more = self.capacity + self.step * unit
-        new = replace(new, capacity=more, known=self.capacity, unit=unit, until=now + self.hold_s)
+        return replace(new, unit=max(self.bests.get(one.env, 0.0) for one in uses))._probing(seen, now)
+
+    def _is_fuller(self, seen: _Measured, uses: Sequence[ServerUse]) -> bool:
+        """Return whether the servers make more than the full ones did, by more than chance: they became faster."""
+        if not self.full:
+            return False
+        dispersion = max(one.dispersion for one in uses)
+        error = math.sqrt(dispersion / seen.groups + dispersion / self.full_groups)
+        return seen.total > self.full * (1.0 + max(STEADY, CHANCE * error))
+
+    def _probing(self, seen: _Measured, now: float) -> "SaturationDetector":
+        """Try some more workers than those measured."""
+        more = self.capacity + self.step * self.unit
+        new = replace(self, capacity=more, known=self.capacity, until=now + self.hold_s)
         return replace(new, usual=seen.total, above=seen.size)
 
     def _slowed(self, seen: _Measured) -> "SaturationDetector":
@@ -518,8 +540,8 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             return self
         if seen.total < self.usual * (1.0 + HELPS * (seen.size / self.above - 1.0)):
             return known._found(self.known, seen, now)
-        new = replace(new, known=0.0, until=now, hold_s=FIRST_HOLD_S, step=2 * self.step)
-        return replace(new, proven=seen.size, top=seen.total)
+        new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step)
+        return new._probing(seen, now)
 
     def _verified(self, new: "SaturationDetector", seen: _Measured) -> "SaturationDetector":
         """Compare the throughput at a capacity that was just found with that of more workers."""
@@ -531,15 +553,22 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         if not seen.is_sure:
             return self
         new = replace(new, capacity=max(self.capacity, min(ROOM * self.made, self.above)), made=0.0)
+        new = new._filled(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
             return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
         return new
+
+    def _filled(self, seen: _Measured) -> "SaturationDetector":
+        """Take the throughput of full servers, if it is sure."""
+        if not seen.is_sure or seen.total <= self.full:
+            return self
+        return replace(self, full=seen.total, full_groups=seen.groups)
 
     def _based(self, seen: _Measured) -> "SaturationDetector":
         """Take a measurement as the new baseline."""
         bests = {**self.bests, **seen.paces}
         new = replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total)
-        return replace(new, usual_part=1.0, doubted=False)
+        return replace(new, usual_part=1.0, doubted=False, full=0.0)
 
     def _followed(self, seen: _Measured, took_s: float) -> "SaturationDetector":
         """Let the baseline follow workers that are not saturated.
@@ -573,5 +602,5 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         held = min(self.hold_s, LONGEST_HOLD_S)
         new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False)
         made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
-        new = replace(new, made=made, above=seen.size, proven=min(self.proven, capacity))
+        new = replace(new, made=made, above=seen.size, proven=min(self.proven, capacity))._filled(seen)
         return replace(new, top=min(self.top, seen.total), until=now + held, hold_s=2.0 * held)

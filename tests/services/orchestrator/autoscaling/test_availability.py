@@ -1,4 +1,5 @@
 import random
+from statistics import fmean
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_it_is_the_part_of_the_time_in_which_workers_are_ready(start_s: int, lif
 def test_a_few_workers_know_it_as_a_mean_over_many_crashes() -> None:
     parts = Fleet(5, 20).run(6000, life_s=21.0)[1800:]
     assert max(parts) - min(parts) < 0.25, "with a mean of a minute it is 0.5"
+
+
+def test_its_error_is_the_one_it_has() -> None:
+    """A mean that decays is worth more crashes than it holds."""
+    found = [Fleet(20, 20, seed) for seed in range(12)]
+    parts = [part for fleet in found for part in fleet.run(3000, life_s=20.5)[1200::60]]
+    real = fmean((part / 0.5 - 1.0) ** 2 for part in parts) ** 0.5
+    assert fmean(fleet.found.error for fleet in found) == pytest.approx(real, rel=0.2)
+    assert real < 0.04
 
 
 def test_workers_that_have_just_started_seem_no_more_available() -> None:

@@ -1,5 +1,6 @@
 import math
 import random
+from statistics import median
 
 import pytest
 
@@ -265,6 +266,48 @@ def test_groups_that_arrive_by_chance_are_averaged_for_longer() -> None:
             found.append(watch.rates.per_worker or 0.0)
     assert max(found) / min(found) < 1.25
     assert 0.02 < watch.rates.error < 0.07
+
+
+@pytest.mark.parametrize("together", [1, 4])
+def test_the_error_of_a_throughput_is_the_one_it_has(together: int) -> None:
+    """A mean that decays is worth more groups than it holds. Half of the errors are below 0.674 standard errors."""
+    real, told = [], []
+    for seed in range(12):
+        chance, watch = random.Random(seed), Watch()
+        for second in range(1500):
+            groups = together * sum(chance.random() < 0.125 / together for _ in range(20))
+            watch.second(makes=8 * groups, ready=20, group_sequences=8)
+            if second > 800 and not second % 20:
+                real.append((watch.rates.per_worker or 0.0) - 1.0)
+                told.append(watch.rates.error)
+    assert median(abs(one) for one in real) / 0.674 == pytest.approx(median(told), rel=0.25)
+
+
+def test_one_worker_whose_groups_end_together_makes_no_change_of_pace() -> None:
+    """Eight groups each five to fifteen seconds."""
+    changes, paces = 0, []
+    for seed in range(4):
+        chance, watch, at = random.Random(seed), Watch(), 0.0
+        for second in range(1800):
+            before, groups = watch.rates.present_s, 0
+            while at < second:
+                groups, at = groups + 8, at + chance.uniform(5.0, 15.0)
+            watch.second(makes=8 * groups, ready=1, rollout_s=10.0, group_sequences=8)
+            changes += second > 200 and watch.rates.present_s < 0.7 * before
+            paces.append(watch.rates.per_worker or 0.0)
+    assert changes <= 1
+    assert median(paces) == pytest.approx(6.4, rel=0.1)
+
+
+def test_groups_that_arrive_together_are_no_outage_between() -> None:
+    """Eight at once, a group a second on average: twenty seconds without any are no rarity."""
+    chance, watch, silent = random.Random(3), Watch(), 0
+    for second in range(2400):
+        groups = 8 * (chance.random() < 0.125)
+        watch.second(makes=8 * groups, ready=10, rollout_s=10.0, group_sequences=8)
+        silent += second > 600 and watch.rates.silent
+    assert silent <= 18
+    assert watch.rates.per_worker == pytest.approx(0.8, rel=0.3)
 
 
 def test_the_error_of_a_few_groups_is_large() -> None:

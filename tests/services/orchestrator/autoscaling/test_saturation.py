@@ -267,6 +267,41 @@ def test_a_server_that_became_faster_is_noticed() -> None:
     assert number > 2 * found
 
 
+def test_workers_that_a_full_server_slowed_show_at_once_that_it_became_faster() -> None:
+    """A tenth too many share the server: their pace rises by a tenth only, and the next probe is far away."""
+    site = Site(shared=40.0)
+    site.dispersion = 0.1
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    assert site.run(SURE, a=22)["a"].most <= 22
+    assert site.run(300, a=22)["a"].most <= 22
+    site.shared = 80.0
+    assert site.run(SURE, a=22)["a"].most >= 26
+
+
+def test_what_chance_may_make_of_a_full_server_is_no_faster_server() -> None:
+    site = Site(shared=40.0)
+    site.dispersion = 8.0
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    site.run(SURE, a=22)
+    site.shared = 44.0
+    assert site.run(SURE, a=22)["a"].most <= 22
+
+
+def test_a_probe_that_helps_is_followed_by_the_next_one_at_once() -> None:
+    """It has just measured what the larger number makes."""
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    most = site.run(SURE + int(FIRST_HOLD_S), a=20)["a"].most
+    site.shared = 1000.0
+    for more in (2, 4, 8):
+        limit = site.run(int(SURE_S) + 5, a=most)["a"]
+        assert limit.most == most + more
+        most = limit.most
+
+
 def test_another_engine_is_expected_to_feed_as_many_as_the_first() -> None:
     site = Site(shared=40.0)
     site.run(SHOWN_S, a=15)

@@ -1,4 +1,5 @@
 import random
+from statistics import median
 
 import pytest
 
@@ -26,15 +27,41 @@ def test_groups_that_arrive_evenly_tell_a_pace_at_once() -> None:
     assert len(scatter.blocks) == BLOCKS
 
 
+def by_chance(seed: int, seconds: int, per_s: float, together: int) -> list[float]:
+    """Return the groups of each second if so many arrive at once, at random times."""
+    chance, groups = random.Random(seed), [0.0] * seconds
+    at = chance.expovariate(per_s / together)
+    while at < seconds:
+        groups[int(at)] += together
+        at += chance.expovariate(per_s / together)
+    return groups
+
+
+@pytest.mark.parametrize("per_s", [0.5, 2.0])
+@pytest.mark.parametrize("together", [1, 2, 4, 8])
+def test_the_dispersion_is_that_of_groups_which_arrive_together(together: int, per_s: float) -> None:
+    seconds = int(4000 / per_s)
+    found = [seen(by_chance(seed, seconds, per_s, together)).dispersion for seed in range(80)]
+    assert median(found) == pytest.approx(together, rel=0.1)
+
+
 def test_groups_that_arrive_by_chance_need_many_for_a_precise_pace() -> None:
-    chance = random.Random(1)
-    found = [
-        seen([float(sum(chance.random() < 0.1 for _ in range(20))) for _ in range(300)]) for _ in range(20)
-    ]
-    mean = sum(one.dispersion for one in found) / len(found)
-    assert mean == pytest.approx(0.9, rel=0.3)
-    needed = sum(one.groups_for(0.03) for one in found) / len(found)
-    assert needed == pytest.approx(mean / 0.03**2 / 2.0)
+    for seed in range(5):
+        found = seen(by_chance(seed, 300, 2.0, 1))
+        assert found.groups_for(0.03) == pytest.approx(found.dispersion / 0.03**2 / 2.0)
+
+
+def test_a_block_ends_however_few_groups_arrive() -> None:
+    """Groups stop, and come back: the blocks between count none."""
+    found = seen([2.0] * 60 + [0.0] * 60 + [2.0] * 60)
+    assert (0.0, 20.0) in found.blocks
+    assert found.dispersion < 2.0
+
+
+def test_a_backlog_that_arrives_at_once_makes_no_endless_blocks() -> None:
+    found = seen([2.0] * 60 + [400.0] + [2.0] * 60)
+    assert found.together <= 8.0
+    assert seen([2.0] * 60 + [400.0] + [2.0] * 1200).dispersion == pytest.approx(0.0, abs=1e-6)
 
 
 def test_a_change_of_the_pace_is_no_scatter() -> None:

@@ -12,7 +12,6 @@ from rolloutmq.services.orchestrator.simulation.series import constant, lines, s
 NORMAL_S: Final = 20.0
 SEEDS: Final = 3
 BROKEN: Final = {
-    ("few crash", 2.0): "flips: 8 of at most 6: exactly five are needed, and availability is known to 8 %",
     ("shared by two", 2.0): "throughput: 0.967 of the reference's, 0.97 at least",
     ("bursts", 120.0): "waste: 0.951 of the need, at most 0.918: workers arrive when the burst is over",
 }
