@@ -26,6 +26,7 @@ from rolloutmq.services.process.blocking_call import run_blocking
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.trajectory import Trajectory, check_new, continued, group_of
+from rolloutmq.services.worker.user_code.methods import awaited
 
 END: Final = 0
 """Token that ends an answer."""
@@ -325,6 +326,7 @@ def play(environment: Environment, policy: ScriptedPolicy, *, size: int = 4, see
 
     Raises:
         InvalidGroupError: The trajectories cannot be sent.
+        TypeError: `rollout` is no `async def`.
     """
     return run_blocking(_played(environment, policy, size, random.Random(seed)))
 
@@ -333,4 +335,5 @@ async def _played(environment: Environment, policy: ScriptedPolicy, size: int, r
     async with AsyncExitStack() as stack:
         if isinstance(environment, AbstractAsyncContextManager):
             await stack.enter_async_context(environment)
-        return group_of("played/1", await environment.rollout(policy, size, rng))
+        returned = await awaited("rollout", environment.rollout(policy, size, rng))
+        return group_of("played/1", returned)

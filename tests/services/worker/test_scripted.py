@@ -114,6 +114,16 @@ async def test_a_rollout_runs_in_the_cell_of_a_notebook() -> None:
     assert list(play(Echo(), ScriptedPolicy("q"), size=2).scores) == [1.0, 1.0]
 
 
+def test_a_rollout_that_is_no_coroutine_is_named_as_by_a_worker() -> None:
+    class Plain:
+        def rollout(self, policy: Policy, size: int, rng: random.Random) -> list[Trajectory]:  # noqa: ARG002
+            return []
+
+    environment: Any = Plain()
+    with pytest.raises(TypeError, match=r"^`rollout` must be `async def` \(it returned list\)$"):
+        play(environment, ScriptedPolicy("q"))
+
+
 async def test_a_turn_continues_the_tokens_of_those_before() -> None:
     policy: Policy = (script := ScriptedPolicy(["ab", "c"]))
     (first,) = await policy.complete("q")
