@@ -25,7 +25,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.process.blocking_call import run_blocking
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.trajectory import Trajectory, check_new, continued, group_of
+from rolloutmq.services.worker.trajectory import Trajectory, check_messages, continued, group_of
 from rolloutmq.services.worker.user_code.methods import awaited
 
 END: Final = 0
@@ -48,7 +48,7 @@ class Answer:
         delay_s: Seconds until it arrives; `math.inf`: never.
 
     Raises:
-        UsageError: The text is none, a token is no code point, or the delay is negative.
+        UsageError: The text is none, a token is no code point, or the delay is no number of at least 0.
     """
 
     text: str = ""
@@ -64,9 +64,9 @@ class Answer:
             )
         if self.token_ids is not None:
             _check_tokens("Answer.token_ids", self.token_ids)
-        if not self.delay_s >= 0:  # also NaN
+        if not isinstance(self.delay_s, int | float) or not self.delay_s >= 0:  # also NaN
             raise UsageError(
-                f"Answer.delay_s: must be 0 or more seconds (got {self.delay_s}); math.inf is never"
+                f"Answer.delay_s: must be 0 or more seconds (got {_shown(self.delay_s)}); math.inf is never"
             )
 
 
@@ -175,8 +175,7 @@ class ScriptedPolicy:
         after: Trajectory | None = None,
     ) -> list[int]:
         """Return the contents, joined by newlines; see `Policy.render`."""
-        if after is not None:
-            check_new(messages)
+        check_messages(messages, after)
         contents = [str(message["content"]) for message in messages]
         if after is None:
             return await self.tokenize("\n".join(contents))
@@ -268,6 +267,8 @@ def _matched(script: Mapping[str, Scripted | Callable[[re.Match[str]], Scripted]
 def _entries(script: Script) -> Iterator[tuple[str, Any]]:
     """Yield the answers that a script has without a call, each with the entry that errors name."""
     if isinstance(script, Mapping):
+        if not script:
+            raise UsageError("script: must have at least one answer (got an empty mapping); add one")
         for pattern, scripted in script.items():
             if not callable(scripted):
                 yield f"script[{pattern!r}]", scripted

@@ -171,6 +171,7 @@ def test_a_rendered_conversation_is_not_continued_by_its_own_turns() -> None:
         (42, r"^script: .*got 42"),
         (None, r"^script: .*got None"),
         ([], r"^script: must have at least one answer"),
+        ({}, r"^script: must have at least one answer .*got an empty mapping"),
         (["a", 7], r"^script\[1\]: .*got 7"),
         ({"q": None}, r"^script\['q'\]: .*got None"),
     ],
@@ -193,6 +194,8 @@ def test_a_function_that_returns_no_answer_is_named(returned: Any) -> None:
     [
         ("q", {"n": 0}, r"^n: .*got 0"),
         ("q", {"max_tokens": 0}, r"^max_tokens: .*got 0"),
+        ("q", {"n": "2"}, r"^n: must be an integer .*got '2'"),
+        ("q", {"max_tokens": 1.5}, r"^max_tokens: must be an integer .*got 1.5"),
         ([5, -1], {}, r"^token_ids: token 1 .*got -1"),
         ([0x110000], {}, r"^token_ids: token 0 .*got 1114112"),
         (["a"], {}, r"^token_ids: token 0 .*got 'a'"),
@@ -210,6 +213,8 @@ def test_a_call_that_no_server_could_answer_is_refused(prompt: Any, asked: Any, 
     [
         ({"delay_s": -1}, r"^Answer.delay_s: .*got -1"),
         ({"delay_s": math.nan}, r"^Answer.delay_s: .*got nan"),
+        ({"delay_s": "1"}, r"^Answer.delay_s: must be 0 or more seconds .*got '1'"),
+        ({"delay_s": None}, r"^Answer.delay_s: .*got None"),
         ({"text": 7}, r"^Answer.text: .*got 7"),
         ({"token_ids": [3, -2]}, r"^Answer.token_ids: token 1 .*got -2"),
     ],
@@ -223,3 +228,13 @@ async def test_a_text_is_no_conversation() -> None:
     (first,) = await ScriptedPolicy("4").complete("2+2=")
     with pytest.raises(UsageError, match="messages"):
         await ScriptedPolicy("4").chat("and?", after=Trajectory.of(first, 1.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["2+2=", "", ["2+2="], None])
+async def test_a_text_begins_no_conversation(text: Any) -> None:
+    policy = ScriptedPolicy("4")
+    for ask in (policy.chat, policy.render):
+        with pytest.raises(
+            UsageError, match=r"^messages: must be a list of messages .*policy.complete\(text\)"
+        ):
+            await ask(text)
