@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from rolloutmq.bus.blocking import note_failed_close
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport.time_limit import time_limit, within
 from rolloutmq.launch.preflight import standalone
@@ -83,7 +84,8 @@ async def roll_out_async(
         timeout_s: Longest wait in seconds; None waits without a limit.
 
     Raises:
-        Exception: What the environment raised in the first failed rollout; later ones are not made.
+        Exception: What the environment raised in the first failed rollout; later ones are not made. It has a note if
+            leaving the environment failed, too.
         MissingError: The run directory does not exist.
         UsageError: `groups` or `size` is below 1.
         WaitTimeoutError: There are fewer groups after `timeout_s`, for example because a rollout hangs or the broker
@@ -112,7 +114,12 @@ async def roll_out_async(
             credit = "" if producer is None else f", and credit is limited by {producer.wait.value}"
             return f"{len(made)} of {groups} groups are there{credit}"
 
-        await within(limit_s, "roll_out", work, problem)
+        try:
+            await within(limit_s, "roll_out", work, problem)
+        except Exception as error:
+            if not failed:
+                raise
+            note_failed_close(failed[0][0], error)  # leaving the environment must not hide why it failed
         if failed:
             _raise(*failed[0])
         if producer is not None:

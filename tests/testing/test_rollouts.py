@@ -82,6 +82,25 @@ def test_the_first_failure_is_raised_as_it_was() -> None:
         roll_out(Leaving(), right(), 1)
 
 
+def test_an_environment_that_cannot_be_left_does_not_hide_the_first_failure() -> None:
+    class Leaving(Add):
+        async def __aenter__(self) -> None:
+            pass
+
+        async def __aexit__(self, *_: object) -> None:
+            raise ValueError("leaving")
+
+    class Broken(Leaving):
+        def score(self, task: Any, completion: Completion) -> float:  # noqa: ARG002
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ValueError, match="^leaving$"):
+        roll_out(Leaving(), right(), 1)
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        roll_out(Broken(), right(), 1)
+    assert caught.value.__notes__ == ["closing failed, too: ValueError: leaving"]
+
+
 def test_a_hanging_rollout_ends_with_what_is_missing() -> None:
     policy = ScriptedPolicy(["1", "1", Answer(delay_s=math.inf)])
     with pytest.raises(WaitTimeoutError, match=r"of 5 groups are there$"):
