@@ -13,7 +13,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.launch.settings import prepare_service
@@ -120,9 +120,30 @@ class LocalBroker:
         self.stop()
 
     async def __aenter__(self) -> Self:
-        return await asyncio.to_thread(self.start)
+        starting = asyncio.ensure_future(asyncio.to_thread(self.start))
+        try:
+            await _ended(starting)
+        except asyncio.CancelledError:
+            if starting.exception() is None:  # nobody else would stop it
+                await self.__aexit__(None, None, None)
+            raise
+        return starting.result()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self.stop)
+        stopping = asyncio.ensure_future(asyncio.to_thread(self.stop))
+        await _ended(stopping)
+        stopping.result()
+
+
+async def _ended(thread: asyncio.Future[Any]) -> None:
+    """Wait until the call of a thread has ended, which no cancellation ends; then raise the cancellation, if any."""
+    cancelled: asyncio.CancelledError | None = None
+    while not thread.done():
+        try:
+            await asyncio.wait([thread])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

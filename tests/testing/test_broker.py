@@ -1,6 +1,9 @@
 """The broker for tests: a real one, that leaves nothing behind."""
 
+import asyncio
+import threading
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -48,6 +51,61 @@ async def test_it_is_an_asynchronous_context_manager_too() -> None:
         batch = await anext(aiter(consumer))
         await batch.ack(timeout_s=PATIENCE_S)
         assert [one.group_id for one in batch.groups] == ["g-1"]
+
+
+async def test_a_cancelled_entry_leaves_no_broker() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(LocalBroker):
+        def start(self) -> Self:
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+            return super().start()
+
+    broker = Slow()
+
+    async def entered() -> None:
+        async with broker:
+            raise AssertionError("entered after a cancellation")
+
+    entering = asyncio.create_task(entered())
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    for _ in range(2):  # an impatient caller cancels twice
+        entering.cancel()
+        await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert not [one for one in threading.enumerate() if one.name == "broker data plane"]
+    with pytest.raises(UsageError, match="has gone with it"):
+        _ = broker.run_dir
+    with broker:
+        send(broker, "g-1")
+
+
+async def test_a_cancelled_exit_waits_for_the_end() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(LocalBroker):
+        def stop(self) -> None:
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+            super().stop()
+
+    broker = Slow()
+
+    async def left() -> None:
+        async with broker:
+            pass
+
+    leaving = asyncio.create_task(left())
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert not [one for one in threading.enumerate() if one.name == "broker data plane"]
 
 
 def test_a_given_directory_is_kept_with_its_groups(tmp_path: Path) -> None:
