@@ -35,8 +35,9 @@ class LocalBroker:
         Args:
             settings: Texts `key=value` as for `--set`, such as "broker.lease_s=2". Without them the durability is `os`,
                 and a segment of the journal has 16 MiB.
-            config: TOML file of a run; only the broker of it starts. None: defaults.
-            run_dir: Run directory to use and to keep; created if missing. None: a temporary one, removed by `stop`.
+            config: TOML file of a run; only the broker of it starts. None: defaults, or what `run_dir` has.
+            run_dir: Run directory to use and to keep; created if missing. A configured one keeps its configuration,
+                except the keys in `settings`, unless `config` replaces it. None: a temporary one, removed by `stop`.
         """
         self._settings = settings
         self._config = None if config is None else Path(config)
@@ -65,14 +66,14 @@ class LocalBroker:
         Raises:
             UsageError: It runs.
             ConfigError: The configuration is invalid.
-            AddressInUseError: Another broker runs in the directory.
+            AddressInUseError: Another broker runs in the directory; nothing of it was changed.
         """
         if self._running is not None:
             raise UsageError(f"broker: runs already (in {self.run_dir}); stop it first")
         if self._kept is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="rolloutmq-")
         try:
-            prepare_service(self.run_dir, self._config, [*DEFAULTS, *self._settings])
+            prepare_service(self.run_dir, self._config, self._settings, defaults=DEFAULTS)
             self._serve()
         except BaseException:
             self.stop()
