@@ -148,7 +148,7 @@ class Trajectory:
         )
 
 
-def check_messages(messages: Sequence[ChatMessage] | str, after: Trajectory | None) -> None:
+def check_messages(messages: Sequence[ChatMessage], after: Trajectory | None) -> None:
     """Check the messages of a call: a whole conversation, or with `after` those since its last answer.
 
     Raises:
@@ -171,7 +171,7 @@ def _is_conversation(messages: Any) -> bool:
     )
 
 
-def check_new(messages: Sequence[ChatMessage] | str) -> None:
+def check_new(messages: Sequence[ChatMessage]) -> None:
     """Check messages that follow a trajectory: a conversation with its answers would be said twice.
 
     Raises:

@@ -136,6 +136,16 @@ async def test_a_turn_continues_the_tokens_of_those_before() -> None:
     assert sequence.then(second).then(third).finish_reason == "stop"
 
 
+@pytest.mark.parametrize("text", ["2+2=", "", ["2+2="], None])
+async def test_a_text_begins_no_conversation(text: Any) -> None:
+    policy = ScriptedPolicy("4")
+    for ask in (policy.chat, policy.render):
+        with pytest.raises(
+            UsageError, match=r"^messages: must be a list of messages .*policy.complete\(text\)"
+        ):
+            await ask(text)
+
+
 async def test_the_turns_so_far_are_not_said_again() -> None:
     policy: Policy = ScriptedPolicy("ab")
     sequence = Trajectory.of((await policy.complete("q"))[0])
@@ -228,13 +238,3 @@ async def test_a_text_is_no_conversation() -> None:
     (first,) = await ScriptedPolicy("4").complete("2+2=")
     with pytest.raises(UsageError, match="messages"):
         await ScriptedPolicy("4").chat("and?", after=Trajectory.of(first, 1.0))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("text", ["2+2=", "", ["2+2="], None])
-async def test_a_text_begins_no_conversation(text: Any) -> None:
-    policy = ScriptedPolicy("4")
-    for ask in (policy.chat, policy.render):
-        with pytest.raises(
-            UsageError, match=r"^messages: must be a list of messages .*policy.complete\(text\)"
-        ):
-            await ask(text)
