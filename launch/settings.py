@@ -8,8 +8,8 @@ Each problem becomes a `ConfigError` with the dotted path and the allowed values
 import difflib
 import os
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin
 
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, require_private
-from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.rundir import read_run, usable, write_json
 from rolloutmq.launch.endings import raise_all
 from rolloutmq.schemas.config.base import Text, location_of, problem_of
 from rolloutmq.schemas.config.run import RunConfig
@@ -164,23 +164,28 @@ def prepare_service(
     file: Path | None,
     assignments: Sequence[str],
     located: Callable[[RunConfig], RunConfig] = lambda config: config,
+    *,
+    defaults: Sequence[str] = (),
 ) -> None:
     """Configure a run directory for a service that runs without a launcher.
 
-    A configured directory stays unchanged unless a file or an assignment is given. Without a file the trainer is
-    somebody else's: nothing but the broker starts.
+    A file replaces the configuration of a directory, assignments alone change only their keys, and without both it
+    stays as it is. In a new directory without a file the trainer is somebody else's: nothing but the broker starts.
 
     Args:
         run_dir: The directory; created if missing.
         file: TOML file.
         assignments: Texts `key=value` with dotted keys.
         located: Replaces models and data sets of a hub by directories.
+        defaults: Texts `key=value` that a new configuration begins with.
 
     Raises:
         NotPrivateError: The directory belongs to another user, or others may write in it.
+        AddressInUseError: A broker lives in the directory; nothing of it was changed.
     """
     layout = RunLayout(run_dir)
-    if layout.config.exists() and file is None and not assignments:
+    configured = layout.config.exists()
+    if configured and file is None and not assignments:
         return
     from rolloutmq.services.broker.journal.read.versions import (
         require_own_records,  # commands that only read a file
@@ -189,9 +194,24 @@ def prepare_service(
     require_own_records(layout)
     run_dir.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     require_private(run_dir)
-    alone = () if file is not None else ("trainer.enabled=false",)
-    config = load(file, environ=os.environ, assignments=(*alone, *assignments))
-    write_json(layout.config, located(config))
+    with _without_broker(layout) if configured else nullcontext():
+        if configured and file is None:
+            config = overridden(read_run(run_dir)[0], assignments)
+        else:
+            alone = () if file is not None else ("trainer.enabled=false",)
+            config = load(file, environ=os.environ, assignments=(*defaults, *alone, *assignments))
+        write_json(layout.config, located(config))
+
+
+@contextmanager
+def _without_broker(layout: RunLayout) -> Iterator[None]:
+    """Keep brokers out of a run directory during the block; AddressInUseError if one lives there."""
+    from rolloutmq.bus.transport.bindings import claim  # commands that only read a file
+
+    with ExitStack() as stack:
+        with usable(layout.root):
+            stack.enter_context(claim(layout))
+        yield
 
 
 def _value(text: str) -> Any:

@@ -13,7 +13,7 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.launch.settings import prepare_service
@@ -35,8 +35,9 @@ class LocalBroker:
         Args:
             settings: Texts `key=value` as for `--set`, such as "broker.lease_s=2". Without them the durability is `os`,
                 and a segment of the journal has 16 MiB.
-            config: TOML file of a run; only the broker of it starts. None: defaults.
-            run_dir: Run directory to use and to keep; created if missing. None: a temporary one, removed by `stop`.
+            config: TOML file of a run; only the broker of it starts. None: defaults, or what `run_dir` has.
+            run_dir: Run directory to use and to keep; created if missing. A configured one keeps its configuration,
+                except the keys in `settings`, unless `config` replaces it. None: a temporary one, removed by `stop`.
         """
         self._settings = settings
         self._config = None if config is None else Path(config)
@@ -65,14 +66,14 @@ class LocalBroker:
         Raises:
             UsageError: It runs.
             ConfigError: The configuration is invalid.
-            AddressInUseError: Another broker runs in the directory.
+            AddressInUseError: Another broker runs in the directory; nothing of it was changed.
         """
         if self._running is not None:
             raise UsageError(f"broker: runs already (in {self.run_dir}); stop it first")
         if self._kept is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="rolloutmq-")
         try:
-            prepare_service(self.run_dir, self._config, [*DEFAULTS, *self._settings])
+            prepare_service(self.run_dir, self._config, self._settings, defaults=DEFAULTS)
             self._serve()
         except BaseException:
             self.stop()
@@ -120,9 +121,30 @@ class LocalBroker:
         self.stop()
 
     async def __aenter__(self) -> Self:
-        return await asyncio.to_thread(self.start)
+        starting = asyncio.ensure_future(asyncio.to_thread(self.start))
+        try:
+            await _ended(starting)
+        except asyncio.CancelledError:
+            if starting.exception() is None:  # nobody else would stop it
+                await self.__aexit__(None, None, None)
+            raise
+        return starting.result()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        await asyncio.to_thread(self.stop)
+        stopping = asyncio.ensure_future(asyncio.to_thread(self.stop))
+        await _ended(stopping)
+        stopping.result()
+
+
+async def _ended(thread: asyncio.Future[Any]) -> None:
+    """Wait until the call of a thread has ended, which no cancellation ends; then raise the cancellation, if any."""
+    cancelled: asyncio.CancelledError | None = None
+    while not thread.done():
+        try:
+            await asyncio.wait([thread])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from rolloutmq.launch.commands.ledger import check, recorded
 from rolloutmq.schemas.errors import UsageError
-from rolloutmq.schemas.files import DroppedGroup, RunLayout
+from rolloutmq.schemas.files import DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.printable import moment
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.inspect.verify import recount
 from rolloutmq.services.monitor.text.jsonl import read_lines
@@ -40,12 +41,18 @@ class Ledger:
         counts: Number of groups in each state, with those that ended before the kept history and have no id.
         reasons: Why each dropped group left the queue, by its id.
         problems: Contradictions between the records of broker, producers and trainer; empty if none is lost.
+        unnamed: Number of groups in each state that ended before the kept history and have no id in `states`.
+        earlier: Ids of these, as far as the broker's logs of settled and dropped groups name them.
+        since: Beginning of a history that `broker.history_bytes` has cut, in wall-clock seconds; None if it is whole.
     """
 
     states: Mapping[str, str]
     counts: Mapping[str, int]
     reasons: Mapping[str, str]
     problems: tuple[str, ...]
+    unnamed: Mapping[str, int]
+    earlier: Collection[str]
+    since: float | None
 
     @property
     def settled(self) -> int:
@@ -56,6 +63,29 @@ class Ledger:
         """Return a group with its state and the reason, for people."""
         reason = self.reasons.get(group_id, "")
         return f"{group_id} ({self.states[group_id]}{f': {reason}' if reason else ''})"
+
+    def unknown(self, group_ids: Iterable[str]) -> Iterator[str]:
+        """Yield the groups that no record names, for people.
+
+        Groups without a known id may be some of them: none is yielded if there are as many of these.
+        """
+        names = [
+            name for name in dict.fromkeys(group_ids) if name not in self.states and name not in self.earlier
+        ]
+        nameless = sum(self.unnamed.values()) - len(self.earlier)
+        if len(names) > nameless:
+            why = "not in the kept history" if nameless > 0 else "never accepted"
+            yield from (f"{name} ({why})" for name in names)
+
+    def beginning(self) -> str:
+        """Return what an error adds about an incomplete history; empty if it is whole."""
+        if self.since is None:
+            return ""
+        ended = ", ".join(f"{count} {state}" for state, count in self.unnamed.items())
+        return (
+            f"; the history begins at {moment(self.since)}, and groups that ended earlier have no ids "
+            f"({ended or 'none'}): raise broker.history_bytes to keep it whole"
+        )
 
 
 def run_dir_of(run: Run) -> Path:
@@ -86,7 +116,16 @@ def read_ledger(run: Run) -> Ledger:
         {state.value: count for state, count in model.counts().items()},
         {name: dropped.get(name, "") for name, state in states.items() if state in DROPPED},
         tuple(map(str, verdict.problems)),
+        {state.value: count for state, count in model.before.items() if count},
+        (_settled(layout) | dropped.keys()) - states.keys() if model.before.total() else frozenset(),
+        verdict.since,
     )
+
+
+def _settled(layout: RunLayout) -> set[str]:
+    """Return the ids in the broker's log of settled batches, which is never cut."""
+    lines = read_lines(layout.settled, SettledBatch)
+    return {name for line in lines for name in (*line.trained, *line.filtered, *line.rejected)}
 
 
 def assert_nothing_lost(run: Run, sent: Iterable[str] = (), *, dropped: Collection[str] = ()) -> None:
@@ -111,12 +150,14 @@ def assert_nothing_lost(run: Run, sent: Iterable[str] = (), *, dropped: Collecti
     ledger = read_ledger(run)
     lost = list(_lost(ledger, sent, dropped))
     if lost:
-        raise AssertionError(f"{len(lost)} lost: {_listed(lost)}")
+        raise AssertionError(f"{len(lost)} lost: {_listed(lost)}{ledger.beginning()}")
 
 
 def _lost(ledger: Ledger, sent: Iterable[str], allowed: Collection[str]) -> Iterator[str]:
-    yield from (f"{name} (never accepted)" for name in sent if name not in ledger.states)
+    yield from ledger.unknown(sent)
     yield from (ledger.told(name) for name in ledger.reasons if ledger.states[name] not in allowed)
+    for state in sorted(DROPPED.difference(allowed)):
+        yield from [f"a group without its id ({state})"] * ledger.unnamed.get(state, 0)
     yield from ledger.problems
 
 
@@ -136,7 +177,7 @@ def assert_settled(run: Run, count: int) -> None:
     if ledger.settled != count:
         others = [ledger.told(name) for name, state in ledger.states.items() if state not in SETTLED]
         rest = f"not settled: {_listed(others)}" if others else "there are no others"
-        raise AssertionError(f"{ledger.settled} groups settled, {count} expected; {rest}")
+        raise AssertionError(f"{ledger.settled} groups settled, {count} expected; {rest}{ledger.beginning()}")
 
 
 def _listed(texts: list[str]) -> str:

@@ -3,11 +3,13 @@
 The environment meets what it meets in a run: permits, numbered tasks, a time-out, and the checks of what it returns.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.blocking import note_failed_close
+from rolloutmq.bus.producer.client import DRAIN_S, Producer
+from rolloutmq.bus.producer.open_producers import open_producers
 from rolloutmq.bus.transport.time_limit import time_limit, within
 from rolloutmq.launch.preflight import standalone
 from rolloutmq.launch.preflight.standalone import Plan
@@ -83,7 +85,8 @@ async def roll_out_async(
         timeout_s: Longest wait in seconds; None waits without a limit.
 
     Raises:
-        Exception: What the environment raised in the first failed rollout; later ones are not made.
+        Exception: What the environment raised in the first failed rollout; later ones are not made. It has a note if
+            leaving the environment failed, too.
         MissingError: The run directory does not exist.
         UsageError: `groups` or `size` is below 1.
         WaitTimeoutError: There are fewer groups after `timeout_s`, for example because a rollout hangs or the broker
@@ -112,7 +115,12 @@ async def roll_out_async(
             credit = "" if producer is None else f", and credit is limited by {producer.wait.value}"
             return f"{len(made)} of {groups} groups are there{credit}"
 
-        await within(limit_s, "roll_out", work, problem)
+        try:
+            await within(limit_s, "roll_out", work, problem)
+        except Exception as error:
+            if not failed:
+                raise
+            note_failed_close(failed[0][0], error)  # leaving the environment must not hide why it failed
         if failed:
             _raise(*failed[0])
         if producer is not None:
@@ -122,18 +130,26 @@ async def roll_out_async(
     return made
 
 
-def _producer(to: "Run", env: str, size: int, limit_s: float | None) -> AbstractAsyncContextManager[Producer]:
-    layout, name = RunLayout(run_dir_of(to)), f"{env}-0"
+@asynccontextmanager
+async def _producer(to: "Run", env: str, size: int, limit_s: float | None) -> AsyncIterator[Producer]:
+    """Open a producer with a name of its own, so calls that run at once do not fence each other."""
+    layout = RunLayout(run_dir_of(to))
     if not layout.root.is_dir():
         raise MissingError(str(layout.root), "start a broker there, or pass a LocalBroker", "is no directory")
-    return Producer.open(
-        layout.root,
-        env=env,
-        producer=name,
-        group_size=size,
-        ack_log=layout.ack_log(name),
-        timeout_s=limit_s,
-    )
+    name = open_producers.claim(env)
+    try:
+        async with Producer.open(
+            layout.root,
+            env=env,
+            producer=name,
+            group_size=size,
+            ack_log=layout.ack_log(name),
+            drain_s=DRAIN_S if limit_s is None else min(limit_s, DRAIN_S),
+            timeout_s=limit_s,
+        ) as producer:
+            yield producer
+    finally:
+        open_producers.release(name)
 
 
 def _raise(error: BaseException, why: str) -> NoReturn:

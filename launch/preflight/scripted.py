@@ -13,7 +13,7 @@ from rolloutmq.schemas.config.run import ModelConfig, RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.scripted import END, Answer, RecordedCall, ScriptedPolicy
-from rolloutmq.services.worker.trajectory import Trajectory, check_new
+from rolloutmq.services.worker.trajectory import Trajectory, check_messages
 
 TEXTS: Final = (
     "42",
@@ -139,8 +139,7 @@ class CharacterPolicy(ScriptedPolicy):
         after: Trajectory | None = None,
     ) -> list[int]:
         """See `Policy.render`. The template of a built model joins the contents."""
-        if after is not None:
-            check_new(messages)
+        check_messages(messages, after)
         before = [self._ids["<bos>"]] if after is None else list(map(int, after.token_ids))
         return before + await self.tokenize("".join(texts_of(messages)))
 

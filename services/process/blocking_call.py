@@ -19,11 +19,15 @@ def run_blocking(work: Coroutine[Any, Any, R]) -> R:
 
     Ctrl-C cancels the coroutine and waits for its end.
     """
+    return _in_thread(work) if _is_in_loop() else asyncio.run(work)
+
+
+def _is_in_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
-    return _in_thread(work)
+        return False
+    return True
 
 
 def _in_thread(work: Coroutine[Any, Any, R]) -> R:

@@ -22,7 +22,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from inspect import isawaitable
 from itertools import count
 from typing import Any, Final, Protocol
 
@@ -45,6 +44,7 @@ from rolloutmq.services.worker.group_members import GroupMembers, drawn
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
 from rolloutmq.services.worker.trajectory import TurnMismatchError, group_of
 from rolloutmq.services.worker.user_code.failures import UserFiles, failure_of, first_error, one_line
+from rolloutmq.services.worker.user_code.methods import awaited
 
 logger = logging.getLogger(__name__)
 
@@ -363,12 +363,12 @@ class Rollouts:
             self.late_members += attempt.members.late
             return returned
         if task is not None and given:
-            return await _awaited("rollout_task", environment.rollout_task(policy, task.payload, size, rng))
+            return await awaited("rollout_task", environment.rollout_task(policy, task.payload, size, rng))
         if self._evaluates and hasattr(environment, "rollout_eval"):
-            return await _awaited("rollout_eval", environment.rollout_eval(policy, index, size, rng))
+            return await awaited("rollout_eval", environment.rollout_eval(policy, index, size, rng))
         if index != GIVEN and hasattr(environment, "rollout_at"):
-            return await _awaited("rollout_at", environment.rollout_at(policy, index, size, rng))
-        return await _awaited("rollout", environment.rollout(policy, size, rng))
+            return await awaited("rollout_at", environment.rollout_at(policy, index, size, rng))
+        return await awaited("rollout", environment.rollout(policy, size, rng))
 
     async def _taught(self, teacher: Teacher, group: Group, attempt: "Attempt") -> Group | None:
         """Add the columns of the teacher, however long it takes; None if the teacher gives none."""
@@ -402,12 +402,6 @@ class Rollouts:
                 why,
                 exc_info=None if isinstance(error, RolloutMQError) else error,
             )
-
-
-async def _awaited(method: str, returned: Any) -> Any:
-    if not isawaitable(returned):
-        raise TypeError(f"`{method}` must be `async def` (it returned {type(returned).__name__})")
-    return await returned
 
 
 @dataclass(slots=True)

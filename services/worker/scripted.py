@@ -27,7 +27,8 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.process.blocking_call import run_blocking
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.trajectory import Trajectory, check_new, continued, group_of
+from rolloutmq.services.worker.trajectory import Trajectory, check_messages, continued, group_of
+from rolloutmq.services.worker.user_code.methods import awaited
 
 END: Final = 0
 """Token that ends an answer."""
@@ -49,7 +50,7 @@ class Answer:
         delay_s: Seconds until it arrives; `math.inf`: never.
 
     Raises:
-        UsageError: The text is none, a token is no code point, or the delay is negative.
+        UsageError: The text is none, a token is no code point, or the delay is no number of at least 0.
     """
 
     text: str = ""
@@ -65,9 +66,9 @@ class Answer:
             )
         if self.token_ids is not None:
             _check_tokens("Answer.token_ids", self.token_ids)
-        if not self.delay_s >= 0:  # also NaN
+        if not isinstance(self.delay_s, int | float) or not self.delay_s >= 0:  # also NaN
             raise UsageError(
-                f"Answer.delay_s: must be 0 or more seconds (got {self.delay_s}); math.inf is never"
+                f"Answer.delay_s: must be 0 or more seconds (got {_shown(self.delay_s)}); math.inf is never"
             )
 
 
@@ -181,8 +182,7 @@ class ScriptedPolicy:
         after: Trajectory | None = None,
     ) -> list[int]:
         """Return the contents, joined by newlines; see `Policy.render`."""
-        if after is not None:
-            check_new(messages)
+        check_messages(messages, after)
         contents = [str(message["content"]) for message in messages]
         if after is None:
             return await self.tokenize("\n".join(contents))
@@ -274,6 +274,8 @@ def _matched(script: Mapping[str, Scripted | Callable[[re.Match[str]], Scripted]
 def _entries(script: Script) -> Iterator[tuple[str, Any]]:
     """Yield the answers that a script has without a call, each with the entry that errors name."""
     if isinstance(script, Mapping):
+        if not script:
+            raise UsageError("script: must have at least one answer (got an empty mapping); add one")
         for pattern, scripted in script.items():
             _check_pattern(pattern)
             if not callable(scripted):
@@ -348,6 +350,7 @@ def play(environment: Environment, policy: ScriptedPolicy, *, size: int = 4, see
 
     Raises:
         InvalidGroupError: The trajectories cannot be sent.
+        TypeError: `rollout` is no `async def`.
     """
     return run_blocking(_played(environment, policy, size, random.Random(seed)))
 
@@ -356,4 +359,5 @@ async def _played(environment: Environment, policy: ScriptedPolicy, size: int, r
     async with AsyncExitStack() as stack:
         if isinstance(environment, AbstractAsyncContextManager):
             await stack.enter_async_context(environment)
-        return group_of("played/1", await environment.rollout(policy, size, rng))
+        returned = await awaited("rollout", environment.rollout(policy, size, rng))
+        return group_of("played/1", returned)

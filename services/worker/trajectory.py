@@ -151,13 +151,36 @@ class Trajectory:
         )
 
 
-def check_new(messages: Sequence[ChatMessage] | str) -> None:
+def check_messages(messages: Sequence[ChatMessage], after: Trajectory | None) -> None:
+    """Check the messages of a call: a whole conversation, or with `after` those since its last answer.
+
+    Raises:
+        UsageError: They are no list of messages; or as for `check_new`.
+    """
+    if after is not None:
+        check_new(messages)
+    elif not _is_conversation(messages):
+        raise UsageError(
+            f"messages: must be a list of messages (got {reprlib.repr(messages)}); pass a text as "
+            'policy.complete(text), or as [{"role": "user", "content": text}]'
+        )
+
+
+def _is_conversation(messages: Any) -> bool:
+    return (
+        isinstance(messages, Sequence)
+        and not isinstance(messages, str)
+        and all(isinstance(message, Mapping) for message in messages)
+    )
+
+
+def check_new(messages: Sequence[ChatMessage]) -> None:
     """Check messages that follow a trajectory: a conversation with its answers would be said twice.
 
     Raises:
         UsageError: They are no list of messages, there is none, or one of them is an answer.
     """
-    if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+    if not _is_conversation(messages):
         raise UsageError(
             f"messages: must be a list of messages (got {reprlib.repr(messages)}); pass a text as "
             'policy.complete(text, after=...), or as [{"role": "user", "content": text}]'

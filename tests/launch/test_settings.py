@@ -415,6 +415,16 @@ def test_a_directory_that_is_configured_stays_so_unless_something_is_said(tmp_pa
     assert seeds == [1, 1, 2]
 
 
+def test_an_assignment_changes_only_its_key_of_a_configured_directory(file: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    prepare_service(run_dir, file, ["run.seed=1"])
+    before = load_run(run_dir)[0]
+    prepare_service(run_dir, None, ["broker.lease_s=7"], defaults=["run.seed=9"])
+    assert load_run(run_dir)[0] == overridden(before, ["broker.lease_s=7"])
+    prepare_service(run_dir, file, [], defaults=["run.seed=9"])
+    assert load_run(run_dir)[0].run.seed == 9
+
+
 def test_what_the_loader_fills_in_is_not_offered() -> None:
     with pytest.raises(ConfigError) as caught:
         validate({"brokr": {}})

@@ -1,12 +1,17 @@
 """The broker for tests: a real one, that leaves nothing behind."""
 
+import asyncio
+import threading
 from pathlib import Path
+from typing import Self
 
 import pytest
 
 from rolloutmq import Consumer, Group, Producer
 from rolloutmq.bus.rundir import read_run
+from rolloutmq.launch.settings import overridden, prepare_service
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, UsageError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.testing import LocalBroker, read_ledger
 
@@ -50,6 +55,61 @@ async def test_it_is_an_asynchronous_context_manager_too() -> None:
         assert [one.group_id for one in batch.groups] == ["g-1"]
 
 
+async def test_a_cancelled_entry_leaves_no_broker() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(LocalBroker):
+        def start(self) -> Self:
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+            return super().start()
+
+    broker = Slow()
+
+    async def entered() -> None:
+        async with broker:
+            raise AssertionError("entered after a cancellation")
+
+    entering = asyncio.create_task(entered())
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    for _ in range(2):  # an impatient caller cancels twice
+        entering.cancel()
+        await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await entering
+    assert not [one for one in threading.enumerate() if one.name == "broker data plane"]
+    with pytest.raises(UsageError, match="has gone with it"):
+        _ = broker.run_dir
+    with broker:
+        send(broker, "g-1")
+
+
+async def test_a_cancelled_exit_waits_for_the_end() -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(LocalBroker):
+        def stop(self) -> None:
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+            super().stop()
+
+    broker = Slow()
+
+    async def left() -> None:
+        async with broker:
+            pass
+
+    leaving = asyncio.create_task(left())
+    assert await asyncio.to_thread(begun.wait, PATIENCE_S)
+    leaving.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert not [one for one in threading.enumerate() if one.name == "broker data plane"]
+
+
 def test_a_given_directory_is_kept_with_its_groups(tmp_path: Path) -> None:
     broker = LocalBroker(run_dir=tmp_path / "run")
     with broker:
@@ -77,6 +137,38 @@ def test_settings_and_a_file_configure_it(tmp_path: Path) -> None:
         send(broker, "g-1")
         with Consumer.blocking(broker.run_dir, sequences=2, timeout_s=PATIENCE_S) as consumer:
             assert [batch.ack(timeout_s=PATIENCE_S) and batch.step for batch in consumer] == [1]
+
+
+def test_a_configured_directory_keeps_its_configuration(tmp_path: Path) -> None:
+    file, run_dir = tmp_path / "config.toml", tmp_path / "run"
+    file.write_text(
+        '[run]\nseed = 7\n[environment.e]\nentry = "e.py:E"\n[broker]\ndurability = "disk"\nlease_s = 33\n'
+    )
+    prepare_service(run_dir, file, [])
+    before, _ = read_run(run_dir)
+    with LocalBroker(run_dir=run_dir):
+        assert read_run(run_dir)[0] == before
+    with LocalBroker("broker.lease_s=7", run_dir=run_dir):
+        after, _ = read_run(run_dir)
+    assert after.broker.lease_s == 7
+    assert after == overridden(before, ["broker.lease_s=7"])
+
+
+def test_a_living_broker_keeps_its_configuration(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[environment.e]\nentry = "e.py:E"\n')
+    with LocalBroker(run_dir=tmp_path / "run") as broker:
+        config = RunLayout(broker.run_dir).config
+        before = config.read_bytes()
+        for other in (
+            LocalBroker(run_dir=broker.run_dir),
+            LocalBroker("broker.lease_s=7", run_dir=broker.run_dir),
+            LocalBroker(config=file, run_dir=broker.run_dir),
+        ):
+            with pytest.raises(AddressInUseError, match="this process, a LocalBroker with its `stop"):
+                other.start()
+            assert config.read_bytes() == before
+        send(broker, "g-1")
 
 
 def test_a_wrong_setting_leaves_nothing_behind() -> None:

@@ -82,6 +82,45 @@ def test_a_group_whose_record_is_gone_is_named(tmp_path: Path) -> None:
         assert_nothing_lost(layout.root)
 
 
+def forget(broker: LocalBroker, name: str) -> None:
+    """Restart a broker until its history no longer has a group that has ended."""
+    for _ in range(50):
+        broker.restart()
+        if name not in read_ledger(broker).states:
+            return
+    raise AssertionError(f"the history still has {name}")
+
+
+def test_groups_that_ended_before_the_kept_history_are_counted() -> None:
+    with LocalBroker("broker.history_bytes=1") as broker:
+        send(broker.run_dir, *SENT)
+        settle(broker.run_dir, rejected=("g-3",))
+        forget(broker, "g-3")
+        ledger = read_ledger(broker)
+        assert (ledger.unnamed, ledger.earlier, ledger.since is None) == ({"dead": 1}, {"g-3"}, False)
+        begun = r"; the history begins at .* have no ids \(1 dead\): raise broker.history_bytes"
+        with pytest.raises(AssertionError, match=rf"^1 lost: a group without its id \(dead\){begun}"):
+            assert_nothing_lost(broker, SENT)
+        assert_nothing_lost(broker, SENT, dropped={"dead"})
+        with pytest.raises(AssertionError, match=rf"^1 lost: g-9 \(never accepted\){begun}"):
+            assert_nothing_lost(broker, [*SENT, "g-9"], dropped={"dead"})
+        with pytest.raises(AssertionError, match=rf"4 expected; not settled: g-4 \(queued\){begun}"):
+            assert_settled(broker, 4)
+
+
+def test_a_group_that_no_log_names_may_have_ended_before_the_kept_history() -> None:
+    with LocalBroker("broker.history_bytes=1") as broker:
+        send(broker.run_dir, *SENT)
+        settle(broker.run_dir, rejected=("g-3",))
+        forget(broker, "g-3")
+        layout = RunLayout(broker.run_dir)
+        for log in (layout.settled, layout.dropped):
+            log.write_bytes(b"")  # a killed broker may lack the line
+        assert_nothing_lost(broker, SENT, dropped={"dead"})
+        with pytest.raises(AssertionError, match=r"^2 lost: g-3 \(not in the kept history\), g-9 \(not in"):
+            assert_nothing_lost(broker, [*SENT, "g-9"], dropped={"dead"})
+
+
 def test_without_a_journal_there_is_no_ledger(tmp_path: Path) -> None:
     with (
         LocalBroker("broker.durability=memory") as broker,

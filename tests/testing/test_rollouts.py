@@ -1,5 +1,6 @@
 """Rollouts in a test are those of a worker, and failures reach the test as they were raised."""
 
+import asyncio
 import math
 import random
 from pathlib import Path
@@ -80,6 +81,53 @@ def test_the_first_failure_is_raised_as_it_was() -> None:
 
     with pytest.raises(RuntimeError, match="the rollout failed: SystemExit"):
         roll_out(Leaving(), right(), 1)
+
+
+def test_an_environment_that_cannot_be_left_does_not_hide_the_first_failure() -> None:
+    class Leaving(Add):
+        async def __aenter__(self) -> None:
+            pass
+
+        async def __aexit__(self, *_: object) -> None:
+            raise ValueError("leaving")
+
+    class Broken(Leaving):
+        def score(self, task: Any, completion: Completion) -> float:  # noqa: ARG002
+            raise ZeroDivisionError("mine")
+
+    with pytest.raises(ValueError, match=r"^leaving$"):
+        roll_out(Leaving(), right(), 1)
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        roll_out(Broken(), right(), 1)
+    assert caught.value.__notes__ == ["closing failed, too: ValueError: leaving"]
+
+
+async def test_calls_at_once_do_not_fence_each_other() -> None:
+    async with LocalBroker() as broker:
+        met = asyncio.Barrier(2)  # no rollout ends before both calls have begun
+
+        class Meeting(Add):
+            async def __aenter__(self) -> None:
+                await met.wait()
+
+            async def __aexit__(self, *_: object) -> None:
+                pass
+
+        made = await asyncio.gather(
+            *(roll_out_async(Meeting(), right(), 3, to=broker, env="add") for _ in range(2))
+        )
+        assert_nothing_lost(broker, [group.group_id for groups in made for group in groups])
+
+
+def test_a_broker_that_does_not_accept_a_group_ends_with_its_number() -> None:
+    with LocalBroker() as broker:
+
+        def away(_prompt: str) -> str:
+            broker.stop()
+            return "1"
+
+        with pytest.raises(WaitTimeoutError, match=r"1.0 s: 1 groups are unacked"):
+            roll_out(Add(), ScriptedPolicy(away), 1, size=1, to=broker, timeout_s=1.0)
 
 
 def test_a_hanging_rollout_ends_with_what_is_missing() -> None:

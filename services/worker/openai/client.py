@@ -28,7 +28,7 @@ from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
 from rolloutmq.services.worker.openai.stitching import Stitcher
 from rolloutmq.services.worker.openai.wire import Endpoint
-from rolloutmq.services.worker.trajectory import Trajectory, check_new, continued
+from rolloutmq.services.worker.trajectory import Trajectory, check_messages, continued
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +145,7 @@ class OpenAIPolicy:
         if after is not None:
             prompt = await self.render(messages, after=after)
             return await self.complete(prompt, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop)
+        check_messages(messages, after)
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
         body = await self._ask(wire.CHAT, lambda model: wire.chat_request(model, messages, **sampling))
@@ -170,9 +171,9 @@ class OpenAIPolicy:
         after: Trajectory | None = None,
     ) -> list[int]:
         """See `Policy.render`."""
+        check_messages(messages, after)
         if after is None:
             return await self.rendered(messages, tools)
-        check_new(messages)
         tokens = list(map(int, after.token_ids))
         return tokens + await self._stitcher.following(tokens, messages, tools)
 

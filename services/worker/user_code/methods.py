@@ -5,7 +5,7 @@ code of the method: its place stands for the frames.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from inspect import iscoroutine
+from inspect import isawaitable, iscoroutine
 from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any, Final
@@ -84,6 +84,13 @@ def sampling_of(environment: Any) -> dict[str, Any]:
     if problem:
         raise MethodError(problem)
     return {"max_tokens": int(max_tokens), "temperature": float(temperature), "stop": stop}
+
+
+async def awaited(method: str, returned: Any) -> Any:
+    """Await what a call of a method returned, and return its result. TypeError if the method is no `async def`."""
+    if not isawaitable(returned):
+        raise TypeError(f"`{method}` must be `async def` (it returned {type(returned).__name__})")
+    return await returned
 
 
 def check_score(environment: Any, score: Any) -> None:

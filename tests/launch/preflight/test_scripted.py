@@ -7,7 +7,7 @@ import pytest
 
 from rolloutmq.launch.preflight.scripted import CharacterPolicy, is_built, scripted_policy
 from rolloutmq.launch.settings import validate
-from rolloutmq.schemas.errors import PolicyRefusedError
+from rolloutmq.schemas.errors import PolicyRefusedError, UsageError
 from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.trajectory import Trajectory
 
@@ -54,6 +54,12 @@ def test_what_the_model_cannot_read_is_refused() -> None:
         asked("1+1")
     with pytest.raises(PolicyRefusedError, match="token ids must be from 0 to 5"):
         asked([6])
+
+
+def test_a_text_is_no_conversation() -> None:
+    text: Any = "0"
+    with pytest.raises(UsageError, match=r"^messages: must be a list of messages \(got '0'\)"):
+        asyncio.run(CharacterPolicy("01=").chat(text))
 
 
 def test_another_model_answers_texts() -> None:

@@ -26,6 +26,12 @@ def test_without_a_loop_it_runs_in_the_calling_thread() -> None:
         run_blocking(failing())
 
 
+def test_a_failure_has_no_error_of_the_call_as_its_context() -> None:
+    with pytest.raises(ValueError, match="mine") as caught:
+        run_blocking(failing())
+    assert caught.value.__context__ is None
+
+
 async def test_inside_a_loop_it_runs_in_another_thread() -> None:
     assert run_blocking(thread_name()) == "rolloutmq call"
     with pytest.raises(ValueError, match="mine"):

@@ -116,6 +116,16 @@ async def test_a_rollout_runs_in_the_cell_of_a_notebook() -> None:
     assert list(play(Echo(), ScriptedPolicy("q"), size=2).scores) == [1.0, 1.0]
 
 
+def test_a_rollout_that_is_no_coroutine_is_named_as_by_a_worker() -> None:
+    class Plain:
+        def rollout(self, policy: Policy, size: int, rng: random.Random) -> list[Trajectory]:  # noqa: ARG002
+            return []
+
+    environment: Any = Plain()
+    with pytest.raises(TypeError, match=r"^`rollout` must be `async def` \(it returned list\)$"):
+        play(environment, ScriptedPolicy("q"))
+
+
 async def test_a_turn_continues_the_tokens_of_those_before() -> None:
     policy: Policy = (script := ScriptedPolicy(["ab", "c"]))
     (first,) = await policy.complete("q")
@@ -126,6 +136,16 @@ async def test_a_turn_continues_the_tokens_of_those_before() -> None:
     (third,) = await policy.complete("!", after=sequence.then(second))
     assert script.prompts[-1] == "qab\n7c!"
     assert sequence.then(second).then(third).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("text", ["2+2=", "", ["2+2="], None])
+async def test_a_text_begins_no_conversation(text: Any) -> None:
+    policy = ScriptedPolicy("4")
+    for ask in (policy.chat, policy.render):
+        with pytest.raises(
+            UsageError, match=r"^messages: must be a list of messages .*policy.complete\(text\)"
+        ):
+            await ask(text)
 
 
 async def test_the_turns_so_far_are_not_said_again() -> None:
@@ -163,6 +183,7 @@ def test_a_rendered_conversation_is_not_continued_by_its_own_turns() -> None:
         (42, r"^script: .*got 42"),
         (None, r"^script: .*got None"),
         ([], r"^script: must have at least one answer"),
+        ({}, r"^script: must have at least one answer .*got an empty mapping"),
         (["a", 7], r"^script\[1\]: .*got 7"),
         ({"q": None}, r"^script\['q'\]: .*got None"),
     ],
@@ -185,6 +206,8 @@ def test_a_function_that_returns_no_answer_is_named(returned: Any) -> None:
     [
         ("q", {"n": 0}, r"^n: .*got 0"),
         ("q", {"max_tokens": 0}, r"^max_tokens: .*got 0"),
+        ("q", {"n": "2"}, r"^n: must be an integer .*got '2'"),
+        ("q", {"max_tokens": 1.5}, r"^max_tokens: must be an integer .*got 1.5"),
         ([5, -1], {}, r"^token_ids: token 1 .*got -1"),
         ([0x110000], {}, r"^token_ids: token 0 .*got 1114112"),
         (["a"], {}, r"^token_ids: token 0 .*got 'a'"),
@@ -202,6 +225,8 @@ def test_a_call_that_no_server_could_answer_is_refused(prompt: Any, asked: Any, 
     [
         ({"delay_s": -1}, r"^Answer.delay_s: .*got -1"),
         ({"delay_s": math.nan}, r"^Answer.delay_s: .*got nan"),
+        ({"delay_s": "1"}, r"^Answer.delay_s: must be 0 or more seconds .*got '1'"),
+        ({"delay_s": None}, r"^Answer.delay_s: .*got None"),
         ({"text": 7}, r"^Answer.text: .*got 7"),
         ({"token_ids": [3, -2]}, r"^Answer.token_ids: token 1 .*got -2"),
     ],

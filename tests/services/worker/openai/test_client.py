@@ -328,6 +328,12 @@ async def test_numpy_ids_are_ids_and_a_text_is_no_conversation(server: "FakeServ
             UsageError, match=r"messages: must be a list of messages .got 'hello'.; pass a text"
         ):
             await policy.chat("hello", after=Trajectory.of(answer))  # type: ignore[arg-type]
+        asked = len(server.asked)
+        for ask in (policy.chat, policy.render):
+            text: Any = "hello"
+            with pytest.raises(UsageError, match=r"^messages: must be a list of messages .got 'hello'"):
+                await ask(text)
+        assert len(server.asked) == asked
 
 
 async def test_a_server_without_a_tokenizer_is_named(server: "FakeServer") -> None:
