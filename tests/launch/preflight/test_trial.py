@@ -63,6 +63,8 @@ def test_one_that_ends_the_process_or_hangs_hides_no_other(base_dir: Path) -> No
         ("PromptKills", "prompt", "killed by SIGKILL"),
         ("RolloutFaults", "rollout", "killed by SIGSEGV"),
         ("RaterExits", "", "exit code 3"),
+        ("OverlapExits", "score", "exit code 5"),
+        ("ScoredExits", "rollout", "exit code 5"),
     ],
 )
 def test_the_method_that_ended_the_process_is_named(
