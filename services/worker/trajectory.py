@@ -166,14 +166,20 @@ def check_new(messages: Sequence[ChatMessage] | str) -> None:
         )
 
 
-def continued(after: Trajectory, new: Sequence[int]) -> list[int]:
+def continued(after: Trajectory, new: Sequence[int], *, is_text: bool) -> list[int]:
     """Return the tokens of a trajectory and the new ones behind them: the prompt of its next turn.
 
+    Args:
+        after: The trajectory.
+        new: The new tokens.
+        is_text: They are those of a text. It is new whatever it begins with: after an answer cut by the limit it may
+            repeat the turns.
+
     Raises:
-        UsageError: The new ones begin with the trajectory: its turns would be in the prompt twice.
+        UsageError: Given ids begin with the trajectory: its turns would be in the prompt twice.
     """
     before = list(map(int, after.token_ids))
-    if before and list(new[: len(before)]) == before:
+    if before and not is_text and list(new[: len(before)]) == before:
         raise UsageError(
             f"prompt: with `after`, must be only the tokens behind its turns (got all {len(before)} tokens of `after` "
             "once more); leave out `after` for the ids of policy.render(messages, after=trajectory), which has them"

@@ -125,7 +125,8 @@ class OpenAIPolicy:
         """See `Policy.complete`."""
         given = prompt
         if after is not None:
-            given = continued(after, await self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+            new = await self.tokenize(prompt) if isinstance(prompt, str) else prompt
+            given = continued(after, new, is_text=isinstance(prompt, str))
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
         body = await self._ask(wire.COMPLETIONS, lambda model: wire.text_request(model, given, **sampling))
