@@ -195,6 +195,7 @@ def group_of(
     finished_at: float = 0.0,
     task: str = "",
     members: Mapping[str, Any] | None = None,
+    known: PolicyVersion | None = None,
 ) -> Group:
     """Build the group of one rollout and check it.
 
@@ -205,6 +206,8 @@ def group_of(
         finished_at: Wall-clock seconds after scoring.
         task: Id of the submitted task that the group answers.
         members: Content of the opaque column `members`: how many sequences were requested and arrived.
+        known: Newest version that the worker knew when the rollout began: that of a trajectory without one, beside
+            others that have theirs. If none has one, the producer stamps the group.
 
     Raises:
         InvalidGroupError: It is not a list of trajectories, or their lengths, values or columns do not fit.
@@ -215,6 +218,7 @@ def group_of(
     logprobs = _ragged("inference_logprobs", Dtype.F32, [one.logprobs for one in trajectories])
     if not mask.values.any():
         raise InvalidGroupError("mask", "no token was sampled; set it to True for at least one")
+    oldest, newest = _span(trajectories, known) or (PolicyVersion(), PolicyVersion())
     group = Group(
         group_id,
         {
@@ -226,14 +230,14 @@ def group_of(
             **_further(trajectories),
             **({} if members is None else {"members": Column.opaque(members)}),
         },
-        min((one.oldest for one in trajectories if one.oldest), default=PolicyVersion()),
-        max((known for one in trajectories if (known := one.newest or one.oldest)), default=PolicyVersion()),
+        oldest,
+        newest,
         started_at,
         finished_at,
         task=task,
         sequences=len(trajectories),
         tokens=int(tokens.values.size),
-        stamped=any(one.oldest for one in trajectories),
+        stamped=any(one.oldest or one.newest for one in trajectories),
     )
     group.check()
     check_token_values(group)
@@ -251,6 +255,16 @@ def _check_returned(trajectories: Any) -> None:
         )
     if not trajectories:
         raise InvalidGroupError("*", "rollout must return at least one Trajectory (got none)")
+
+
+def _span(
+    trajectories: Sequence[Trajectory], known: PolicyVersion | None
+) -> tuple[PolicyVersion, PolicyVersion] | None:
+    """Return the first and the last version of a group; None if no trajectory has one."""
+    given = [version for one in trajectories for version in (one.oldest, one.newest) if version]
+    if given and known and not all(one.oldest for one in trajectories):
+        given.append(known)
+    return (min(given), max(given)) if given else None
 
 
 def _ragged(name: str, dtype: Dtype, rows: list[Any]) -> Column:
