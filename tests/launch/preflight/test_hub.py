@@ -351,7 +351,12 @@ def test_an_environment_without_its_data_set_is_not_loaded(
 ) -> None:
     """It was, while the data set was still to be fetched, or could not be: a second error beside the right one."""
     tried: list[list[str]] = []
-    monkeypatch.setattr(checks, "try_environments", lambda _config, names, **_: tried.append(names) or ())
+
+    def try_environments(_config: RunConfig, names: list[str], **_: Any) -> tuple[()]:
+        tried.append(names)
+        return ()
+
+    monkeypatch.setattr(checks, "try_environments", try_environments)
     of_a_hub["environment"]["e"]["dataset"]["path"] = "org/none"
     of_a_hub["environment"]["other"] = {"entry": "tried.py:Sums"}
     [problem] = examine(validate(of_a_hub)).problems

@@ -76,7 +76,7 @@ def test_a_young_directory_may_have_an_owner_that_has_not_locked_it(
 
 def test_the_directory_of_another_user_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (temporary / f"{PREFIX}theirs").mkdir()
-    monkeypatch.setattr(os, "getuid", lambda owner=os.getuid(): owner + 1)  # type: ignore[misc]
+    monkeypatch.setattr(os, "getuid", lambda owner=os.getuid(): owner + 1)
     assert remove_left() == []
     assert (temporary / f"{PREFIX}theirs").exists()
 
