@@ -6,7 +6,10 @@ Columns are views into the received frames, or into a copy of the arena. An unde
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from operator import index
 from typing import Any, NamedTuple
+
+import msgspec
 
 from rolloutmq.bus.encoding.codec import Buffer, decode_group
 from rolloutmq.schemas.errors import ChecksumError, MalformedError, UsageError, WireError
@@ -47,12 +50,24 @@ def step_size(sequences: int, tokens: int) -> StepSize:
     return StepSize(sequences, tokens)
 
 
-def require_version(key: str, version: object) -> None:
-    """Raise UsageError unless a version is a `PolicyVersion`; None is one that the caller fills in."""
-    if version is not None and not isinstance(version, PolicyVersion):
+def checked_version(key: str, version: object) -> PolicyVersion:
+    """Return a `PolicyVersion` with plain integers, also one of integers of numpy; UsageError for anything else."""
+    if not isinstance(version, PolicyVersion):
         raise UsageError(
             f"{key}: must be a PolicyVersion (got {version!r:.80}); pass `PolicyVersion(incarnation, step)`"
         )
+    try:
+        numbers = [int(index(one)) for one in (version.incarnation, version.step)]
+        return msgspec.convert(numbers, PolicyVersion)
+    except (TypeError, msgspec.ValidationError):
+        raise UsageError(
+            f"{key}: must have integers from 0 (got {version!r:.80}); count steps from 0"
+        ) from None
+
+
+def given_version(key: str, version: object) -> PolicyVersion | None:
+    """Return a version as `checked_version` does; None is one that the caller fills in."""
+    return None if version is None else checked_version(key, version)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

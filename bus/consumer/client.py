@@ -23,7 +23,7 @@ from typing import Any, Self, SupportsIndex, overload
 import msgspec
 
 from rolloutmq.bus.blocking import Facade, with_arguments_of
-from rolloutmq.bus.consumer.batch import Batch, StepSize, require_version, step_size
+from rolloutmq.bus.consumer.batch import Batch, StepSize, checked_version, given_version, step_size
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.figures import Figure, FigureQueue
 from rolloutmq.bus.consumer.prefetch import Prefetch
@@ -128,7 +128,7 @@ class Consumer:
             RefusedError: The broker does not accept this consumer.
         """
         size, limit_s = step_size(sequences, tokens), time_limit("timeout_s", timeout_s)
-        require_version("resume", resume)
+        resume = given_version("resume", resume)
         about = info or RunInfo()
         if not about.batch_sequences and split is Split.TRAIN:
             about = msgspec.structs.replace(about, batch_sequences=sequences)
@@ -330,7 +330,7 @@ class Consumer:
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
-        require_version("settle.version", version)
+        version = given_version("settle.version", version)
         self.progress()
         out, bad = tuple(filtered), (*batch.rejected, *rejected)
         if trained is None:
@@ -390,7 +390,7 @@ class Consumer:
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
-        require_version("commit.version", version)
+        version = checked_version("commit.version", version)
         await within(limit_s, "commit", self._link.commit(version), lambda: self._link.problem)
 
     def __aiter__(self) -> Self:

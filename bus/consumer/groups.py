@@ -27,7 +27,7 @@ from typing import Any, Final, Self, SupportsIndex, overload
 import msgspec
 
 from rolloutmq.bus.blocking import Facade, with_arguments_of
-from rolloutmq.bus.consumer.batch import Batch, StepSize, require_version
+from rolloutmq.bus.consumer.batch import Batch, StepSize, checked_version, given_version
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.figures import Figure, FigureQueue
 from rolloutmq.bus.consumer.puller import BatchPuller, wrong_reply
@@ -170,7 +170,7 @@ class GroupConsumer:
                 raise UsageError(f"{name}: must be a number from 1 to {most} (got {value!r})")
         if not isinstance(split, Split):
             raise UsageError(f"split: must be Split.TRAIN or Split.EVAL (got {split!r})")
-        require_version("resume", resume)
+        resume = given_version("resume", resume)
         about = info or RunInfo()
         if not about.batch_sequences and split is Split.TRAIN:
             about = msgspec.structs.replace(about, batch_sequences=batch_sequences)
@@ -349,7 +349,7 @@ class GroupConsumer:
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
-        require_version("settle.version", version)
+        version = given_version("settle.version", version)
         used, unused, bad = _ids(trained), _ids(filtered), tuple(rejected)
         for group_id in (*used, *unused, *(one.group_id for one in bad)):
             if group_id not in self._held:
@@ -426,7 +426,7 @@ class GroupConsumer:
             ForkedError: This process is a forked child of the one that opened the consumer.
         """
         limit_s = time_limit("timeout_s", timeout_s)
-        require_version("commit.version", version)
+        version = checked_version("commit.version", version)
         await within(limit_s, "commit", self._link.commit(version), lambda: self._link.problem)
 
     def __aiter__(self) -> Self:

@@ -23,6 +23,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.blocking import LoopThread
+from rolloutmq.bus.consumer.batch import given_version
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.evaluation.log import record
@@ -118,11 +119,7 @@ async def evaluate_async(
     """
     config, layout = load_run(Path(run_dir))
     asked = PointRequest(config, environments, tasks, samples, greedy, deadline_s)
-    if version is not None and not isinstance(version, PolicyVersion):
-        raise UsageError(
-            f"version: must be a PolicyVersion (got {version!r}); write rolloutmq.PolicyVersion(0, step)"
-        )
-    return await asked.answered(layout, version)
+    return await asked.answered(layout, given_version("version", version))
 
 
 class PointRequest:

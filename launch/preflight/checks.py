@@ -17,7 +17,7 @@ import psutil
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import bind_host
 from rolloutmq.launch.endings import TRAINER_NEEDS, ProblemsError, UserCodeError, problems_of, raise_all
-from rolloutmq.launch.preflight.hub import described
+from rolloutmq.launch.preflight.hub import described, lacks_dataset
 from rolloutmq.launch.preflight.trial import TIMEOUT_S, Tell, tried, try_environments
 from rolloutmq.launch.settings import load_part
 from rolloutmq.schemas.config.command import problem_of_secrets
@@ -71,6 +71,8 @@ def loaded(
 ) -> RunConfig:
     """Resolve a configuration. If keys are wrong, also load the environments whose sections are valid.
 
+    Nothing is fetched: an environment with a data set of a hub is left to `examine`.
+
     Raises:
         ConfigError: Something is wrong; of several errors, all.
     """
@@ -79,10 +81,9 @@ def loaded(
         return config
     more = _of_environments(config) if config is not None else []
     if config is not None:
-        names = [name for name in tried(config) if not _entry_problems(config, name)]
         more += [
             problem.error
-            for verdict in try_environments(config, names, rolled=False, tell=tell)
+            for verdict in try_environments(config, _loadable(config), rolled=False, tell=tell)
             for problem in verdict.problems
         ]
     raise ProblemsError([*problems, *more]) if len(problems) + len(more) > 1 else problems[0]
@@ -134,8 +135,7 @@ def examine(
     except RolloutMQError as error:
         unfetched = problems_of(error)
     problems = [*_of_environments(config), *unfetched, *_of_the_run(config, teacher=not unfetched)]
-    names = [name for name in tried(config) if not _entry_problems(config, name)]
-    verdicts = try_environments(config, names, timeout_s=timeout_s, tell=tell)
+    verdicts = try_environments(config, _loadable(config), timeout_s=timeout_s, tell=tell)
     return Examined(
         problems=(*problems, *(one.error for verdict in verdicts for one in verdict.problems)),
         failures=tuple(one.error for verdict in verdicts for one in verdict.failures),
@@ -149,6 +149,15 @@ def examine(
         config=config,
         sources=sources,
     )
+
+
+def _loadable(config: RunConfig) -> list[str]:
+    """Return the environments whose trial says something new: no error of their sections is known."""
+    return [
+        name
+        for name in tried(config)
+        if not _entry_problems(config, name) and not lacks_dataset(config, name)
+    ]
 
 
 def _of_environments(config: RunConfig) -> list[RolloutMQError]:

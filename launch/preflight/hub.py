@@ -12,7 +12,8 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -45,14 +46,49 @@ SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 
 
+@dataclass(frozen=True)
+class _Place:
+    """A section that may name something of a hub.
+
+    Attributes:
+        key: Path of the section.
+        section: The section.
+        here: The file or directory that goes first.
+        env: Environment of a data set; empty for a model.
+    """
+
+    key: str
+    section: _Section
+    here: Path
+    env: str = ""
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it names something that is not on this machine."""
+        return bool(NAMED.fullmatch(self.section.path)) and not self.here.exists()
+
+    def moved(self, config: RunConfig, directory: Path) -> RunConfig:
+        """Return a configuration with a directory here."""
+        section = self.section.model_copy(update={"path": str(directory), "revision": ""})
+        if not self.env:
+            return config.model_copy(update={self.key: section})
+        changed = config.environment[self.env].model_copy(update={"dataset": section})
+        return config.model_copy(update={"environment": {**config.environment, self.env: changed}})
+
+
 def described(
-    config: RunConfig, known: Sequence[HubSource] = (), *, tell: Tell = lambda _text: None
+    config: RunConfig,
+    known: Sequence[HubSource] = (),
+    *,
+    keys: Container[str] | None = None,
+    tell: Tell = lambda _text: None,
 ) -> tuple[RunConfig, tuple[HubSource, ...]]:
     """Replace each model and data set of a hub by the directory of one of its commits; a model has no weights there.
 
     Args:
         config: The configuration.
         known: Models and data sets that the run has used before: it keeps their commits.
+        keys: Sections to look at: `model`, `teacher` and those of `dataset_key`; None for all.
         tell: Told what is fetched, in one line.
 
     Returns:
@@ -65,39 +101,38 @@ def described(
     """
     sources: list[HubSource] = []
     problems: list[RolloutMQError] = []
-    for key, section, place in _named(config):
-        before = next((one for one in known if one.key == key), None)
+    for place in _places(config):
+        if keys is not None and place.key not in keys:
+            continue
+        before = next((one for one in known if one.key == place.key), None)
         try:
-            if (found := _described(key, section, place, before, tell)) is None:
+            if (found := _described(place, before, tell)) is None:
                 continue
         except RolloutMQError as error:
             problems.append(error)
             continue
         sources.append(found[0])
-        config = _with_directory(config, key, found[1])
+        config = place.moved(config, found[1])
     raise_all(problems)
     return config, tuple(sources)
 
 
-def _named(config: RunConfig) -> Iterator[tuple[str, _Section, Path]]:
-    """Yield each section that may name something of a hub, with its key and the local path that goes first."""
-    yield "model", config.model, Path(config.model.path)
-    yield "teacher", config.teacher, Path(config.teacher.path)
+def dataset_key(env: str) -> str:
+    """Return the path of the section that names the data set of an environment."""
+    return f"environment.{env}.dataset"
+
+
+def lacks_dataset(config: RunConfig, env: str) -> bool:
+    """Return whether an environment has a data set of a hub that is not described yet: it cannot be loaded."""
+    return any(place.env == env and place.is_away for place in _places(config))
+
+
+def _places(config: RunConfig) -> Iterator[_Place]:
+    yield _Place("model", config.model, Path(config.model.path))
+    yield _Place("teacher", config.teacher, Path(config.teacher.path))
     for name, environment in config.environment.items():
-        path = config.base_dir / environment.dataset.path
-        yield f"environment.{name}.dataset", environment.dataset, path
-
-
-def _with_directory(config: RunConfig, key: str, directory: Path) -> RunConfig:
-    update = {"path": str(directory), "revision": ""}
-    if key == "model":
-        return config.model_copy(update={key: config.model.model_copy(update=update)})
-    if key == "teacher":
-        return config.model_copy(update={key: config.teacher.model_copy(update=update)})
-    name = key.split(".")[1]
-    environment = config.environment[name]
-    changed = environment.model_copy(update={"dataset": environment.dataset.model_copy(update=update)})
-    return config.model_copy(update={"environment": {**config.environment, name: changed}})
+        dataset = environment.dataset
+        yield _Place(dataset_key(name), dataset, config.base_dir / dataset.path, name)
 
 
 def fetch(config: RunConfig, sources: Sequence[HubSource], *, tell: Tell = lambda _text: None) -> None:
@@ -143,12 +178,11 @@ def sources_of(layout: RunLayout) -> list[HubSource]:
         ) from None
 
 
-def _described(
-    key: str, section: _Section, place: Path, before: HubSource | None, tell: Tell
-) -> tuple[HubSource, Path] | None:
+def _described(place: _Place, before: HubSource | None, tell: Tell) -> tuple[HubSource, Path] | None:
     """Fetch the description of a model, or a data set; None if it is here."""
+    key, section = place.key, place.section
     name, revision = section.path, section.revision
-    if not NAMED.fullmatch(name) or place.exists():
+    if not place.is_away:
         if revision:
             raise ConfigError(
                 f"{key}.revision", f"is only for something of a hub (got {revision!r} with {name}); remove it"

@@ -4,7 +4,8 @@ The trial notes in a file that both processes have mapped; what is there when th
 """
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from inspect import iscoroutinefunction
 from pathlib import Path
@@ -67,33 +68,51 @@ def note_methods(kind: type[Any], files: UserFiles, note: Note) -> None:
     The methods are replaced in their classes, for the rest of the process: an environment with other attributes could
     not be pickled, for example for a pool of processes.
     """
+    running = _Running(note)
     for each in kind.__mro__:
         for name, method in [*vars(each).items()] if not each.__module__.startswith(OURS) else ():
             if name in METHODS and isinstance(method, FunctionType):
                 place = place_of(method, files)
                 what = f"`{kind.__name__}.{name}`{f' ({place})' if place else ''}"
-                setattr(each, name, _noting(method, what, note))
+                setattr(each, name, _noting(method, what, running))
 
 
-def _noting(method: Callable[..., Any], what: str, note: Note) -> Callable[..., Any]:
+class _Running:
+    """Methods that run now. Coroutines overlap and end in any order; the one that began last is noted."""
+
+    def __init__(self, note: Note) -> None:
+        self._note = note
+        self._around = ""
+        self._methods: dict[object, str] = {}
+
+    @contextmanager
+    def noted(self, what: str) -> Iterator[None]:
+        """Note a method within the block, and behind it the last one that still runs."""
+        before, call = self._note(what), object()
+        if not self._methods:
+            self._around = before
+        self._methods[call] = what
+        try:
+            yield
+        finally:
+            del self._methods[call]
+            left = [*self._methods.values()]
+            self._note(left[-1] if left else self._around)
+
+
+def _noting(method: Callable[..., Any], what: str, running: _Running) -> Callable[..., Any]:
     if iscoroutinefunction(method):
 
         @wraps(method)
         async def awaited(*args: Any, **options: Any) -> Any:
-            before = note(what)
-            try:
+            with running.noted(what):
                 return await method(*args, **options)
-            finally:
-                note(before)
 
         return awaited
 
     @wraps(method)
     def called(*args: Any, **options: Any) -> Any:
-        before = note(what)
-        try:
+        with running.noted(what):
             return method(*args, **options)
-        finally:
-            note(before)
 
     return called

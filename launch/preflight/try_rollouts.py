@@ -33,7 +33,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from rolloutmq.bus.lifecycle import set_up_logging
-from rolloutmq.launch.preflight.hub import fetched
+from rolloutmq.launch.preflight.hub import dataset_key, described, fetch
 from rolloutmq.launch.preflight.raters import silent_raters
 from rolloutmq.launch.preflight.standalone import Plan, roll_out
 from rolloutmq.launch.preflight.verdicts import Problem
@@ -98,8 +98,8 @@ def try_rollouts(config: RunConfig, env: str, options: TryOptions) -> int:
         options: What to do.
 
     Raises:
-        ConfigError: There is no such environment, it is a program, it cannot be loaded, or a model cannot be
-            fetched.
+        ConfigError: There is no such environment, it is a program, it cannot be loaded, or a model or its data set
+            cannot be fetched.
         MissingError: A required package is not installed.
     """
     name = _chosen(config, env)
@@ -114,10 +114,13 @@ def try_rollouts(config: RunConfig, env: str, options: TryOptions) -> int:
         Watch(files, _tell) as watch,
         _apart(options),
     ):
+        watch.begin("asks the hub")
+        config, sources = described(config, keys={"model", dataset_key(name)}, tell=_tell)
         watch.begin(f"loads environment {name}")
         environment = _loaded(config, name, files)
         watch.begin("makes the policy")
-        with _server(fetched(config, tell=_tell)) as server:
+        fetch(config, sources, tell=_tell)
+        with _server(config) as server:
             session = _Session(config, name, options, files, watch, Tokens(server), output)
             return session.run(environment, server)
 

@@ -72,7 +72,8 @@ class Fate:
                 if killed is None:
                     return f"no broker runs in {layout.root}"
                 return (
-                    f"no broker runs in {layout.root}: its process {killed.pid} has ended; "
+                    f"no broker runs in {layout.root}: its process {killed.pid} has ended, or is of another machine "
+                    "or container; "
                     f"continue with `rolloutmq broker --run-dir {layout.root}`"
                 )
 

@@ -37,6 +37,7 @@ from rolloutmq.schemas.errors import (
     UsageError,
 )
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.tasks import GIVEN, TaskStatus
 from rolloutmq.services.rewards.raters import EVALUATING
 from rolloutmq.services.worker.environment import Environment
@@ -231,7 +232,7 @@ class Rollouts:
 
     async def _settled(self, permit: Permit, task: LeasedTask | None) -> None:
         """Do one rollout and settle its permit and its task."""
-        attempt = Attempt(next(self._numbers), task)
+        attempt = Attempt(next(self._numbers), task, known=permit.policy)
         try:
             group = await self._group(attempt)
             if group is not None and self._teacher is not None:
@@ -269,6 +270,7 @@ class Rollouts:
                 finished_at=self._clock(),
                 task=attempt.task.id if attempt.task else "",
                 members=attempt.about(returned),
+                known=attempt.known,
             )
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
@@ -415,6 +417,8 @@ class Attempt:
     ended: str = ""
     """Why nobody waits for its answer any more."""
     members: GroupMembers | None = None
+    known: PolicyVersion | None = None
+    """Newest version when it began."""
 
     def about(self, returned: Any) -> dict[str, int] | None:
         """Return the content of the column `members`, or None if the group was not rolled out by members."""

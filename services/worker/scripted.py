@@ -148,7 +148,7 @@ class ScriptedPolicy:
                 token is no code point.
         """
         new = await self.tokenize(prompt) if isinstance(prompt, str) else _plain(prompt)
-        ids = new if after is None else continued(after, new)
+        ids = new if after is None else continued(after, new, is_text=isinstance(prompt, str))
         return await self._sampled(ids, None, n, max_tokens, temperature, stop)
 
     async def chat(

@@ -197,14 +197,20 @@ def check_new(messages: Sequence[ChatMessage]) -> None:
         )
 
 
-def continued(after: Trajectory, new: TokenIds) -> list[int]:
+def continued(after: Trajectory, new: TokenIds, *, is_text: bool) -> list[int]:
     """Return the tokens of a trajectory and the new ones behind them: the prompt of its next turn.
 
+    Args:
+        after: The trajectory.
+        new: The new tokens.
+        is_text: They are those of a text. It is new whatever it begins with: after an answer cut by the limit it may
+            repeat the turns.
+
     Raises:
-        UsageError: The new ones begin with the trajectory: its turns would be in the prompt twice.
+        UsageError: Given ids begin with the trajectory: its turns would be in the prompt twice.
     """
     before = list(map(int, after.token_ids))
-    if before and list(new[: len(before)]) == before:
+    if before and not is_text and list(new[: len(before)]) == before:
         raise UsageError(
             f"prompt: with `after`, must be only the tokens behind its turns (got all {len(before)} tokens of `after` "
             "once more); leave out `after` for the ids of policy.render(messages, after=trajectory), which has them"
@@ -220,6 +226,7 @@ def group_of(
     finished_at: float = 0.0,
     task: str = "",
     members: Mapping[str, Any] | None = None,
+    known: PolicyVersion | None = None,
 ) -> Group:
     """Build the group of one rollout and check it.
 
@@ -230,6 +237,8 @@ def group_of(
         finished_at: Wall-clock seconds after scoring.
         task: Id of the submitted task that the group answers.
         members: Content of the opaque column `members`: how many sequences were requested and arrived.
+        known: Newest version that the worker knew when the rollout began: that of a trajectory without one, beside
+            others that have theirs. If none has one, the producer stamps the group.
 
     Raises:
         InvalidGroupError: It is not a list of trajectories, or their lengths, values or columns do not fit.
@@ -240,6 +249,7 @@ def group_of(
     logprobs = _ragged("inference_logprobs", Dtype.F32, [one.logprobs for one in trajectories])
     if not mask.values.any():
         raise InvalidGroupError("mask", "no token was sampled; set it to True for at least one")
+    oldest, newest = _span(trajectories, known) or (PolicyVersion(), PolicyVersion())
     group = Group(
         group_id,
         {
@@ -251,14 +261,14 @@ def group_of(
             **_further(trajectories),
             **({} if members is None else {"members": Column.opaque(members)}),
         },
-        min((one.oldest for one in trajectories if one.oldest), default=PolicyVersion()),
-        max((known for one in trajectories if (known := one.newest or one.oldest)), default=PolicyVersion()),
+        oldest,
+        newest,
         started_at,
         finished_at,
         task=task,
         sequences=len(trajectories),
         tokens=int(tokens.values.size),
-        stamped=any(one.oldest for one in trajectories),
+        stamped=any(one.oldest or one.newest for one in trajectories),
     )
     group.check()
     check_token_values(group)
@@ -276,6 +286,16 @@ def _check_returned(trajectories: Any) -> None:
         )
     if not trajectories:
         raise InvalidGroupError("*", "rollout must return at least one Trajectory (got none)")
+
+
+def _span(
+    trajectories: Sequence[Trajectory], known: PolicyVersion | None
+) -> tuple[PolicyVersion, PolicyVersion] | None:
+    """Return the first and the last version of a group; None if no trajectory has one."""
+    given = [version for one in trajectories for version in (one.oldest, one.newest) if version]
+    if given and known and not all(one.oldest for one in trajectories):
+        given.append(known)
+    return (min(given), max(given)) if given else None
 
 
 def _ragged(name: str, dtype: Dtype, rows: list[Any]) -> Column:

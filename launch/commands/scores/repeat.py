@@ -28,6 +28,7 @@ import msgspec
 
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.launch.commands.doctor import Finding, print_findings
+from rolloutmq.launch.preflight.hub import dataset_key, described
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, RatersMissingError
@@ -64,7 +65,7 @@ def report(env: str, given: Path | None, *, as_json: bool) -> int:
         as_json: Print JSON.
 
     Raises:
-        ConfigError: There is no such environment, or it cannot be loaded.
+        ConfigError: There is no such environment, it cannot be loaded, or its data set cannot be fetched.
     """
     config = read_config(given)
     if env not in config.environment:
@@ -87,7 +88,12 @@ def read_config(given: Path | None) -> RunConfig:
 
 
 def examine(env: str, config: RunConfig) -> list[Finding]:
-    """Return the finding for each repetition of the scoring. Raises ConfigError if the environment cannot be loaded."""
+    """Return the finding for each repetition of the scoring. Blocks, also for the download of its data set.
+
+    Raises:
+        ConfigError: The environment cannot be loaded, or its data set cannot be fetched from its hub.
+    """
+    config, _ = described(config, keys={dataset_key(env)})
     environment = load_environment(env, config.environment[env], config.base_dir)
     what = f"rewards of {env}"
     try:

@@ -80,7 +80,7 @@ def decoded(line: bytes) -> Event | None:
         if fields.get("kind") == "step_done":
             fields |= _with_nan(known)
         return Event(known.t, msgspec.convert(fields, Recalled))
-    except (msgspec.MsgspecError, ArithmeticError, UnicodeDecodeError, RecursionError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import html_table, printable_lines
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.monitor.status.ended import LABEL_CHARS, ended_text, read_summary
-from rolloutmq.services.monitor.status.status import ask, described
+from rolloutmq.services.monitor.status.status import described, heard
 
 LINES: Final = 100
 """Most lines in a notebook."""
@@ -57,13 +56,14 @@ def run_status(run_dir: str | Path) -> RunStatus:
     layout = RunLayout(Path(run_dir))
     if not layout.root.is_dir():
         raise MissingError(f"run directory {layout.root}", "start a run with `rolloutmq up CONFIG`")
-    endpoints, fate = endpoints_of(layout), fate_of(layout)
-    if fate.life is RunLiveness.ENDED and not fate.broker:
+    fate = fate_of(layout)
+    figures: Mapping[str, Any]
+    if (reply := heard(layout, fate)) is not None:
+        text, figures = described(layout, fate, reply)
+    elif fate.life is RunLiveness.ENDED:
         summary = read_summary(layout)
         text = ended_text(layout, fate, summary)
-        figures: Mapping[str, Any] = {"life": fate.life, "ended": fate.told, "summary": summary}
-    elif endpoints is None or not fate.broker:
-        text, figures = f"{'run':<{LABEL_CHARS}}{fate.say(layout)}", {"life": fate.life, "ended": ""}
+        figures = {"life": fate.life, "ended": fate.told, "summary": summary}
     else:
-        text, figures = described(layout, fate, ask(endpoints))
-    return RunStatus(layout.root, fate.life.value, printable_lines(text), figures)
+        text, figures = f"{'run':<{LABEL_CHARS}}{fate.say(layout)}", {"life": fate.life, "ended": ""}
+    return RunStatus(layout.root, str(figures["life"]), printable_lines(text), figures)

@@ -87,17 +87,14 @@ def status(where: Path, as_json: bool) -> int:
     if not where.is_dir():
         return complain(f"{where}: no run directory; start a run with `rolloutmq up CONFIG`", USAGE)
     layout = RunLayout(where)
-    endpoints = endpoints_of(layout)
     fate = fate_of(layout)
-    if fate.life is RunLiveness.ENDED and (endpoints is None or not fate.broker):
-        return show_ended(layout, fate, as_json)
-    if endpoints is None or (fate.life is RunLiveness.DEAD and not fate.broker):
-        return complain(fate.say(layout), FAILED)
     try:
-        reply = ask(endpoints)
+        reply = heard(layout, fate)
     except RolloutMQError as error:
-        gone = fate.life in {RunLiveness.DEAD, RunLiveness.ABSENT}
-        return complain(fate.say(layout) if gone else str(error), FAILED)
+        return complain(str(error), FAILED)
+    if reply is None:
+        is_over = fate.life is RunLiveness.ENDED
+        return show_ended(layout, fate, as_json) if is_over else complain(fate.say(layout), FAILED)
     text, plain = described(layout, fate, reply)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(plain), indent=2).decode()
@@ -106,12 +103,26 @@ def status(where: Path, as_json: bool) -> int:
     return 0
 
 
-def ask(endpoints: Endpoints) -> StatusReply:
-    """Return the broker's state. Blocks for at most `PATIENCE_S`.
+def heard(layout: RunLayout, fate: Fate) -> StatusReply | None:
+    """Return the broker's state; None if no broker serves the run. Blocks for at most `PATIENCE_S`.
+
+    A broker started by hand is asked whatever its pid says: that of another machine or container means nothing here.
 
     Raises:
-        RolloutMQError: It does not reply, or refuses.
+        RolloutMQError: The broker runs and does not reply, or refuses.
     """
+    endpoints = endpoints_of(layout)
+    if endpoints is None or (fate.life in {RunLiveness.ENDED, RunLiveness.DEAD} and not fate.broker):
+        return None
+    try:
+        return _ask(endpoints)
+    except RolloutMQError:
+        if fate.life in {RunLiveness.DEAD, RunLiveness.ABSENT}:
+            return None
+        raise
+
+
+def _ask(endpoints: Endpoints) -> StatusReply:
     with BlockingClient(endpoints.serve) as client:
         reply = client.request(GetStatus(), timeout_s=PATIENCE_S)
     if not isinstance(reply, StatusReply):
@@ -120,7 +131,7 @@ def ask(endpoints: Endpoints) -> StatusReply:
 
 
 def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, dict[str, Any]]:
-    """Return the status of a run with a broker: the lines of a label and a text, and the same as JSON objects.
+    """Return the status of a run whose broker replied: the lines of a label and a text, and the same as JSON objects.
 
     Blocks for at most three seconds, while it listens for a silent orchestrator.
     """
@@ -146,7 +157,8 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
     )
     orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
     supervision = {"orchestrator": orchestrator, **fields(known, crew)}
-    plain = status_json(reply, also, supervision=supervision, life=fate.life)
+    life = RunLiveness.LIVING if fate.life is RunLiveness.ABSENT else fate.life
+    plain = status_json(reply, also, supervision=supervision, life=life)
     return "\n".join([status_text(reply, also, wall), *_dead(fate, layout)]), plain
 
 

@@ -125,7 +125,8 @@ class OpenAIPolicy:
         """See `Policy.complete`."""
         given = prompt
         if after is not None:
-            given = continued(after, await self.tokenize(prompt) if isinstance(prompt, str) else prompt)
+            new = await self.tokenize(prompt) if isinstance(prompt, str) else prompt
+            given = continued(after, new, is_text=isinstance(prompt, str))
         sampling = _sampling(n, max_tokens, temperature, stop)
         before = self._known()
         body = await self._ask(wire.COMPLETIONS, lambda model: wire.text_request(model, given, **sampling))
@@ -188,15 +189,19 @@ class OpenAIPolicy:
         asked = request("")
         if len(asked) > KEPT_BYTES:
             return wire.tokens_of(await self._ask(wire.TOKENIZE, request))
+        until = time.monotonic() + self._patience_s
         while asked not in self._tokens and (other := self._asking.get(asked)) is not None:
             await asyncio.wait([other])
-            if not other.cancelled():
+            if other.cancelled():
+                continue
+            is_away = isinstance(other.exception(), PolicyUnavailableError)
+            if not is_away or time.monotonic() >= until:
                 return list(other.result())
         if (known := self._tokens.get(asked)) is not None:
             return list(known)
         answer = self._asking[asked] = asyncio.get_running_loop().create_future()
         try:
-            tokens = wire.tokens_of(await self._ask(wire.TOKENIZE, request))
+            tokens = wire.tokens_of(await self._ask(wire.TOKENIZE, request, until))
         except Exception as error:
             answer.set_exception(error)
             answer.exception()  # it is told, whether others wait or not
@@ -227,14 +232,16 @@ class OpenAIPolicy:
         finally:
             engine.in_hand -= 1
 
-    async def _ask(self, path: str, request: Callable[[str], bytes]) -> bytes:
-        return await self._until(lambda engine: self._answered(engine, path, request))
+    async def _ask(self, path: str, request: Callable[[str], bytes], until: float | None = None) -> bytes:
+        return await self._until(lambda engine: self._answered(engine, path, request), until)
 
-    async def _until(self, attempt: Callable[[Engine], Awaitable[_T | str]]) -> _T:
+    async def _until(
+        self, attempt: Callable[[Engine], Awaitable[_T | str]], until: float | None = None
+    ) -> _T:
         """Repeat the attempt, each time with a chosen engine, until it returns something other than an error
-        text.
+        text, or its patience ends; `until` is that of a caller who has waited.
         """
-        until = time.monotonic() + self._patience_s
+        until = time.monotonic() + self._patience_s if until is None else until
         longest_s = BACKOFF_S
         while True:
             engine = self._engines.take(time.monotonic())

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 import pytest
 from tests.bus.transport.fake_broker import V0, V1, answers, leased
 
@@ -91,8 +92,26 @@ async def test_a_bare_number_is_no_version(fake: "FakeBroker", group: MakeGroup)
             await batch.ack(5)  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"commit\.version: must be a PolicyVersion \(got 5\)"):
             await c.commit(5)  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"commit\.version: must be a PolicyVersion \(got None\)"):
+            await c.commit(None, timeout_s=20)  # type: ignore[arg-type]
         await batch.ack()
     assert not fake.asked_for(Commit)
+
+
+async def test_a_version_may_count_in_integers_of_numpy(fake: "FakeBroker", group: MakeGroup) -> None:
+    """The step of a loop over an array was a bare TypeError."""
+    fake.answers[Pull] = answers(leased([group("a")]))
+    zero, one = PolicyVersion(0, np.int64(0)), PolicyVersion(0, np.int64(1))  # type: ignore[arg-type]
+    opening = Consumer.open(fake.layout.root, sequences=5, resume=zero)
+    async with fake.running(), opening as c:
+        batch = await c.pull(1, c.version)
+        for wrong in ("1", 1.0, -1, 1 << 63):
+            with pytest.raises(UsageError, match=r"settle\.version: must have integers from 0 \(got PolicyV"):
+                await batch.ack(PolicyVersion(0, wrong))  # type: ignore[arg-type]
+        await batch.ack(one)
+        await c.commit(one)
+    assert fake.asked_for(RegisterConsumer)[0].resume == PolicyVersion(0, 0)
+    assert [fake.asked_for(kind)[0].version for kind in (Settle, Commit)] == [PolicyVersion(0, 1)] * 2
 
 
 async def test_the_lists_of_a_settlement_complement_each_other(fake: "FakeBroker", group: MakeGroup) -> None:

@@ -172,13 +172,16 @@ async def test_figures_of_a_consumer_that_was_taken_over_are_dropped(
 
 
 @pytest.mark.usefixtures("broker")
-async def test_figures_of_an_event_loop_need_no_await(run_dir: Path) -> None:
+async def test_figures_of_an_event_loop_need_no_await(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with Consumer.open(run_dir, sequences=2) as consumer:
         consumer.log(1, loss=0.5)
         with pytest.raises(UsageError):
             consumer.log(1, loss="much")  # type: ignore[arg-type]
         queue = consumer._figures
-        await queue.close()
+        with monkeypatch.context() as patient:
+            patient.setattr(figures_module, "LAST_S", math.inf)  # it ends by the last answer, not by a wait
+            async with asyncio.timeout(WITHIN_S):
+                await queue.close()
         assert not queue._queue
 
 

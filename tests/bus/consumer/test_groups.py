@@ -287,6 +287,8 @@ async def test_a_call_against_the_rules_is_refused(run_dir: Path, group: MakeGro
             await consumer.settle([a])
             with pytest.raises(RefusedError, match="must not be behind"):
                 await consumer.settle([b], version=PolicyVersion(0, 0))
+            with pytest.raises(UsageError, match=r"commit\.version: must be a PolicyVersion \(got None\)"):
+                await consumer.commit(None, timeout_s=20)  # type: ignore[arg-type]
             with pytest.raises(UsageError, match="group a: is not held"):
                 await consumer.settle(["a"])
             with pytest.raises(UsageError, match="group unknown: is not held"):

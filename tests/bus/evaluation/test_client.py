@@ -152,7 +152,7 @@ async def test_answers_of_several_policies_are_a_span(run_dir: Path) -> None:
         ({"deadline_s": "9"}, "deadline_s: must be seconds above 0, at most 1e+09 (got '9')"),
         (
             {"version": 10},
-            "version: must be a PolicyVersion (got 10); write rolloutmq.PolicyVersion(0, step)",
+            "version: must be a PolicyVersion (got 10); pass `PolicyVersion(incarnation, step)`",
         ),
     ],
 )

@@ -31,6 +31,13 @@ async def said(caplog: pytest.LogCaptureFixture, text: str) -> str:
             await asyncio.sleep(0.02)
 
 
+async def lacking(search: Search, text: str) -> None:
+    """Wait until a search names a problem with a text."""
+    async with asyncio.timeout(LIMIT_S):
+        while text not in search.problem:  # noqa: ASYNC110 - it polls
+            await asyncio.sleep(0.01)
+
+
 @pytest.mark.parametrize(
     "opening",
     [
@@ -64,11 +71,14 @@ async def test_a_run_that_has_ended_is_told(run_dir: Path, caplog: pytest.LogCap
     waiting = asyncio.create_task(serve_address(run_dir, search))
     message = await said(caplog, "waiting for the broker")
     assert f"the run in {run_dir} has ended: the trainer is done; continue it with" in message
-    write_json(layout.lives, [Life(1.0, 2.0), Life(3.0)])  # it is resumed: its broker comes
     layout.summary.write_bytes(b"{")
-    while "has ended" in search.problem:  # noqa: ASYNC110 - it polls
-        await asyncio.sleep(0.01)
-    assert "rolloutmq broker" in search.problem
+    await lacking(search, f"the run in {run_dir} has ended; continue it with")
+    write_json(layout.lives, [Life(1.0, 2.0), Life(3.0)])  # it is resumed: its broker comes
+    await lacking(search, "rolloutmq broker")
+    write_json(layout.lives, [Life(1.0, 2.0)])
+    await lacking(search, "has ended")
+    layout.lives.write_bytes(b"[")
+    await lacking(search, "rolloutmq broker")
     waiting.cancel()
     await asyncio.wait({waiting})
 

@@ -378,6 +378,24 @@ class Retokenized(Good):
         return [Trajectory.of(first, 0.0).then(second)] * size
 
 
+class OverlapExits(Good):
+    exits_after = 9  # of two scores that overlap, the one that began first has ended
+
+    async def score(self, turns):
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if turns == self.exits_after:
+            os._exit(5)
+
+    async def rollout(self, policy, size, rng):
+        await asyncio.gather(self.score(1), self.score(9))
+        os._exit(5)  # unless a score did
+
+
+class ScoredExits(OverlapExits):
+    exits_after = 0  # both have ended
+
+
 class Unentered(Good):
     async def __aenter__(self):
         raise OSError("no sandbox")

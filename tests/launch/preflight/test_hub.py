@@ -16,12 +16,17 @@ from tests.trainer.support.saved import save_model
 
 from benchmarks.end_to_end import scenario
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.launch.preflight.checks import examine
+from rolloutmq.launch.commands.scores import repeat
+from rolloutmq.launch.preflight import checks
+from rolloutmq.launch.preflight.checks import examine, loaded
 from rolloutmq.launch.preflight.hub import described, fetch, fetched, sources_of
+from rolloutmq.launch.preflight.try_rollouts import TryOptions, try_rollouts
 from rolloutmq.launch.settings import prepare_service, validate
+from rolloutmq.schemas.config.environment import DatasetConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import HubSource, RunLayout
+from rolloutmq.services.worker import loader
 
 NAME = "org/tiny"
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.toml"
@@ -279,6 +284,93 @@ def test_a_missing_data_set_is_refused_by_its_key(hub: Hub, tmp_path: Path) -> N
     assert str(refused.value).startswith(
         f"environment.sums.dataset.path: org/none is neither a directory here nor a data set of {hub.url}; "
     )
+
+
+def test_a_data_set_is_that_of_its_environment_whatever_the_name(hub: Hub) -> None:
+    """A name was cut at its first dot: it was unknown, or another environment got the data set."""
+    names = {"math": "org/one", "math.v2": "org/two"}
+    commits = {env: hub.push(name, {"a.jsonl": env.encode()}) for env, name in names.items()}
+    environment = {env: {"entry": "a:B", "dataset": {"path": name}} for env, name in names.items()}
+    local, sources = described(validate({"environment": environment}))
+    assert {env: Path(local.environment[env].dataset.path).name for env in names} == commits
+    assert [one.key for one in sources] == ["environment.math.dataset", "environment.math.v2.dataset"]
+
+
+ROWS = [{"sum": f"{number}="} for number in range(4)]
+
+
+@pytest.fixture
+def of_a_hub(hub: Hub, base_dir: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return a configuration whose tasks are of a hub. Rows come from the fetched directory alone."""
+    hub.push("org/sums", {"a.jsonl": b"{}"})
+    (base_dir / "tried.py").write_text(
+        "from rolloutmq import RowTurn\n\n\nclass Sums(RowTurn):\n    max_tokens = 2\n\n"
+        "    def prompt(self, task):\n        return task['sum']\n\n"
+        "    def score(self, task, completion):\n        return float(len(completion.text))\n"
+    )
+
+    def open_rows(_key: str, section: DatasetConfig, base_dir: Path) -> tuple[Any, Any]:
+        assert (base_dir / section.path / "a.jsonl").is_file(), f"{section.path} was not fetched"
+        return ROWS, ROWS
+
+    monkeypatch.setattr(loader, "open_rows", open_rows)
+    section = {"entry": "tried.py:Sums", "group_size": 2, "dataset": {"path": "org/sums"}}
+    return {
+        "environment": {"e": section},
+        "model": {"alphabet": "0123456789="},
+        "base_dir": str(base_dir),
+    }
+
+
+def test_tasks_of_a_hub_are_tried_without_a_run(
+    of_a_hub: dict[str, Any], hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The environment was loaded before its data set was fetched."""
+    other = {"entry": "a:B", "dataset": {"path": "org/none"}}  # is not the one that is tried
+    given = validate({**of_a_hub, "environment": {**of_a_hub["environment"], "other": other}})
+    assert try_rollouts(given, "e", TryOptions()) == 0
+    told = capsys.readouterr()
+    assert told.err == f"looking up org/sums at {hub.url}\n"
+    assert "rollout 1 of 1: 2 sequences" in told.out
+
+
+def test_tasks_of_a_hub_are_scored_repeatedly(
+    of_a_hub: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def elsewhere(env: str, config: RunConfig) -> Any:
+        return repeat.scored(
+            loader.load_environment(env, config.environment[env], config.base_dir), config, env
+        )
+
+    monkeypatch.setattr(repeat, "elsewhere", elsewhere)
+    assert [one.verdict for one in repeat.examine("e", validate(of_a_hub))] == ["same"] * 3
+
+
+def test_an_environment_without_its_data_set_is_not_loaded(
+    of_a_hub: dict[str, Any], hub: Hub, base_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was, while the data set was still to be fetched, or could not be: a second error beside the right one."""
+    tried: list[list[str]] = []
+
+    def try_environments(_config: RunConfig, names: list[str], **_: Any) -> tuple[()]:
+        tried.append(names)
+        return ()
+
+    monkeypatch.setattr(checks, "try_environments", try_environments)
+    of_a_hub["environment"]["e"]["dataset"]["path"] = "org/none"
+    of_a_hub["environment"]["other"] = {"entry": "tried.py:Sums"}
+    [problem] = examine(validate(of_a_hub)).problems
+    assert str(problem).startswith("environment.e.dataset.path: org/none is neither a directory here")
+    hub.seen.clear()
+    file = base_dir / "config.toml"
+    file.write_text(
+        '[environment.e]\nentry = "tried.py:Sums"\n[environment.e.dataset]\npath = "org/sums"\n'
+        '[environment.other]\nentry = "tried.py:Sums"\n[trainer]\nstepz = 1\n'
+    )
+    with pytest.raises(ConfigError, match=r"^trainer\.stepz: unknown key"):
+        loaded(file, environ={})
+    assert tried == [["other"], ["other"]]
+    assert not hub.seen
 
 
 def test_the_checks_name_the_model_among_other_errors(hub: Hub) -> None:

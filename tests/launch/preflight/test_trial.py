@@ -65,6 +65,8 @@ def test_one_that_ends_the_process_or_hangs_hides_no_other(base_dir: Path) -> No
         ("RolloutFaults", "rollout", "os.kill(os.getpid(), signal.SIGSEGV)", "killed by SIGSEGV"),
         ("RaterExits", "", 'rewards = Ensemble({"a": lambda task, answer: os._exit(3)})', "exit code 3"),
         ("RaterFaults", "", "ctypes.string_at(0)", "killed by SIGSEGV"),
+        ("OverlapExits", "score", "os._exit(5)", "exit code 5"),
+        ("ScoredExits", "rollout", "os._exit(5)  # unless a score did", "exit code 5"),
     ],
 )
 def test_the_line_and_the_method_that_ended_the_process_are_named(

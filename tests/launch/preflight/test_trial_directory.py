@@ -74,10 +74,20 @@ def test_a_young_directory_may_have_an_owner_that_has_not_locked_it(
     assert remove_left() == [temporary / f"{PREFIX}new"]
 
 
-def test_nothing_else_is_removed(temporary: Path) -> None:
+def test_the_directory_of_another_user_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (temporary / f"{PREFIX}theirs").mkdir()
+    monkeypatch.setattr(os, "getuid", lambda owner=os.getuid(): owner + 1)
+    assert remove_left() == []
+    assert (temporary / f"{PREFIX}theirs").exists()
+
+
+def test_nothing_else_is_removed(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+    monkeypatch.setattr(directories, "end_marked", ended.append)
     kept = temporary / "kept"
     kept.mkdir()
     (temporary / f"{PREFIX}link").symlink_to(kept)
     (temporary / f"{PREFIX}file").touch()
     assert remove_left() == []
     assert len(list(temporary.iterdir())) == 3
+    assert ended == [], "no process of a name that is none of ours"

@@ -5,6 +5,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from rolloutmq.schemas.errors import (
     SessionFencedError,
 )
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.rollouts import RateLimitedLog, Rollouts
 from rolloutmq.services.worker.scripted import ScriptedPolicy
@@ -108,6 +110,20 @@ async def test_groups_go_out_until_the_outlet_drains() -> None:
     assert rollouts.error == ""
     assert {group.sequences for group in outlet.groups} == {2}
     assert {(group.started_at, group.finished_at) for group in outlet.groups} == {(4.0, 4.0)}
+
+
+async def test_the_policy_at_its_begin_is_that_of_a_trajectory_without_one() -> None:
+    began, sampled = PolicyVersion(0, 3), PolicyVersion(0, 9)
+
+    async def mixed(_number: int, _rng: random.Random) -> list[Trajectory]:
+        outlet.credit.policy = sampled
+        plain = Trajectory(token_ids=[1, 2], mask=[False, True], logprobs=[0.0, -0.5], score=1.0)
+        return [plain, replace(plain, oldest=sampled)]
+
+    outlet = FakeOutlet(1)
+    outlet.credit.policy = began
+    await made(Scene(mixed), outlet).run()
+    assert [(one.oldest, one.newest) for one in outlet.groups] == [(began, sampled)]
 
 
 async def test_ids_are_unique_over_lives_and_randomness_over_workers_and_sessions() -> None:

@@ -177,6 +177,14 @@ def test_a_rendered_conversation_is_not_continued_by_its_own_turns() -> None:
     assert answer.prompt_token_ids == ids
 
 
+def test_a_text_may_repeat_the_turns() -> None:
+    """It was refused, depending on the answer: that of a question cut by the limit has no end token."""
+    policy = ScriptedPolicy("b")
+    (cut,) = asyncio.run(policy.complete("a", max_tokens=1))
+    (answer,) = asyncio.run(policy.complete("abc", after=Trajectory.of(cut)))
+    assert answer.prompt_token_ids == [*map(ord, "ababc")]
+
+
 @pytest.mark.parametrize(
     ("script", "named"),
     [

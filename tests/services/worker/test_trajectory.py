@@ -51,6 +51,23 @@ def test_a_group_without_versions_gets_the_one_that_its_worker_knew() -> None:
     assert plain.then(completion([1, 2], [7], 3, 4)).oldest == V[3]
 
 
+def test_a_trajectory_without_versions_has_the_one_its_worker_knew_beside_others() -> None:
+    """The group took the versions of the others alone, so it seemed fresher than it was."""
+    plain = Trajectory(token_ids=[1, 2], mask=[False, True], logprobs=[0.0, -0.5])
+    late = replace(plain, oldest=V[4], newest=V[5])
+
+    def span(*rows: Trajectory) -> tuple[PolicyVersion, PolicyVersion, bool]:
+        group = group_of("g", rows, known=V[2])
+        return group.oldest, group.newest, group.stamped
+
+    assert span(plain, late) == (V[2], V[5], True)
+    assert span(plain, replace(plain, oldest=V[1])) == (V[1], V[2], True)
+    assert span(late) == (V[4], V[5], True)
+    assert span(replace(plain, newest=V[3])) == (V[2], V[3], True)
+    assert span(replace(plain, oldest=V[3])) == (V[3], V[3], True)
+    assert not span(plain)[2], "its producer knows it"
+
+
 def test_each_turn_keeps_the_temperature_it_was_sampled_at() -> None:
     cold, warm = (replace(completion([1, 2], [7]), temperature=t) for t in (0.5, 1.0))
     later = completion([1, 2, 7, 50], [8])

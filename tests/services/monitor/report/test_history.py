@@ -66,6 +66,7 @@ def test_a_file_without_events_is_an_empty_history(layout: RunLayout) -> None:
         '{"t":1.0,"topic":"step","kind":"step_done","extra":[1]}',
         '{"t":1' + "0" * 400 + ',"topic":"step","kind":"step_done"}',
         '{"t":1.0,"topic":"step","kind":"step_done","extra":{"kl":1' + "0" * 400 + "}}",
+        '{"t":1.0,"kind":"step_figures","run":"r","incarnation":0,"step":2,"at":1' + "0" * 400 + "}",
     ],
 )
 def test_a_damaged_line_is_passed_over(layout: RunLayout, make_step: MakeStep, line: str) -> None:

@@ -9,6 +9,8 @@ from rolloutmq import run_status
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.services.monitor import liveness
+from rolloutmq.services.monitor.status import status as command
 from rolloutmq.services.monitor.status.run_status import LINES, RunStatus
 from rolloutmq.services.monitor.status.status import status
 from rolloutmq.testing import LocalBroker
@@ -23,6 +25,24 @@ def test_a_live_run_says_what_the_command_says(capsys: pytest.CaptureFixture[str
     labels = [line.split()[0] for line in found.text.splitlines()]
     assert labels == ["run", "journal", "step", "queue", "flow", "why", "groups", "workers"]
     assert found.figures.keys() == json.loads(capsys.readouterr().out).keys()
+
+
+def test_a_broker_whose_process_is_not_here_is_asked(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of another container has a pid of its own; it was told as ended while it served."""
+    monkeypatch.setattr(liveness, "_runs", lambda _pid: False)
+    record = RunLayout(run_dir).endpoints
+    with LocalBroker(run_dir=run_dir):
+        found, endpoints = run_status(run_dir), record.read_bytes()
+        assert status(run_dir, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["life"] == found.life == "living"
+    assert "queue" in found.text
+    monkeypatch.setattr(command, "PATIENCE_S", 0.1)
+    record.write_bytes(endpoints)  # as a killed broker leaves them
+    found = run_status(run_dir)
+    assert found.life == "absent"
+    assert "has ended, or is of another machine or container" in found.text
 
 
 async def test_it_answers_in_the_cell_of_a_notebook_as_a_table() -> None:

@@ -258,7 +258,7 @@ def test_a_broker_by_hand_that_was_killed_is_named_with_the_command_that_continu
 
     assert status(run_dir, as_json=True) == 1
     assert capsys.readouterr().err.endswith(
-        f"no broker runs in {run_dir}: its process 4242 has ended; "
+        f"no broker runs in {run_dir}: its process 4242 has ended, or is of another machine or container; "
         f"continue with `rolloutmq broker --run-dir {run_dir}`\n"
     )
 

@@ -52,6 +52,7 @@ def test_no_trainer_is_missed_before_it_can_be_there_or_after_the_last_step(
     away: dict[str, Any] = {"lanes": (make_lane(),), "ledger": QUEUED, "untrained_s": 28.0}
     assert trouble(make_pressure(**away)) == NO_TROUBLE, "the launcher starts it"
     assert trouble(make_pressure(**away | {"untrained_s": 31.0})).text.endswith("none has come yet")
+    assert trouble(make_pressure(**away, trainers=1), is_own=True) == NO_TROUBLE, "its first rank is to come"
     assert trouble(make_pressure(**away | {"untrained_s": 4.0}), is_own=True) == NO_TROUBLE
     assert trouble(make_pressure(**away, step=40), 40, is_own=True) == NO_TROUBLE
     assert trouble(make_pressure(**away | {"ledger": LedgerCounts(leased=4)}), is_own=True) == NO_TROUBLE

@@ -19,6 +19,8 @@ from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
 from rolloutmq.services.worker.trajectory import Trajectory
 
+LIMIT_S = 60.0
+
 if TYPE_CHECKING:
     from tests.services.worker.conftest import FakeServer
 
@@ -294,6 +296,21 @@ async def test_equal_requests_for_tokens_at_once_are_one(server: "FakeServer") -
         refused = await asyncio.gather(*(policy.tokenize("r") for _ in range(4)), return_exceptions=True)
         assert [type(error) for error in refused] == [PolicyRefusedError] * 4
         assert await policy.tokenize("r") == [ord("r")], "a refusal is not kept"
+
+
+async def test_a_request_that_waited_for_another_has_its_own_patience(server: "FakeServer") -> None:
+    """It gave up with the first one, however late it had come."""
+    place: list[str] = []
+    async with OpenAIPolicy.opened(at(lambda: place[0] if place else None), patience_s=0.2) as policy:
+        first = asyncio.create_task(policy.tokenize("q"))
+        await until(lambda: bool(policy._asking))
+        policy._patience_s = LIMIT_S
+        others = [asyncio.create_task(policy.tokenize("q")) for _ in range(3)]
+        with pytest.raises(PolicyUnavailableError):
+            await first
+        place.append(server.url)
+        assert await asyncio.gather(*others) == [[ord("q")]] * 3
+    assert len(server.tokenized) == 1
 
 
 async def test_kept_tokens_are_bounded(server: "FakeServer", monkeypatch: pytest.MonkeyPatch) -> None:
