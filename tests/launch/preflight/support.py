@@ -233,6 +233,56 @@ class Growing(Good):
         return [Trajectory.of(one, 1.0) for one in await policy.complete("1" * 60 * self.asked, n=size)]
 
 
+class WideChat(Good):
+    def prompt(self, task):
+        return [{"role": "user", "content": "1" * 300}]
+
+
+class LongChat(Good):
+    async def rollout(self, policy, size, rng):
+        (first,) = await policy.complete("1" * 61, max_tokens=1)
+        turns = Trajectory.of(first)
+        (second,) = await policy.chat([{"role": "tool", "content": "1"}], after=turns, max_tokens=70)
+        return [turns.then(second).scored(1.0)] * size
+
+
+class Message(Good):
+    def __init__(self, **message):
+        self.message = {"role": "user", **message}
+
+    def prompt(self, task):
+        return [self.message]
+
+
+class SecondTurn(Good):
+    async def rollout(self, policy, size, rng):
+        (first,) = await policy.complete("1=", max_tokens=2)
+        turns = Trajectory.of(first)
+        return [turns.then(await self.asked(policy, first, turns)).scored(1.0)] * size
+
+
+class TextAsMessages(SecondTurn):
+    async def asked(self, policy, first, turns):
+        return (await policy.chat("1=", after=turns, max_tokens=2))[0]
+
+
+class AnswerAgain(SecondTurn):
+    async def asked(self, policy, first, turns):
+        said = [{"role": "assistant", "content": "1"}, {"role": "user", "content": "1="}]
+        return (await policy.chat(said, after=turns, max_tokens=2))[0]
+
+
+class TurnsAgain(SecondTurn):
+    async def asked(self, policy, first, turns):
+        ids = await policy.render([{"role": "user", "content": "1="}], after=turns)
+        return (await policy.complete(ids, after=turns, max_tokens=2))[0]
+
+
+class AfterCompletion(SecondTurn):
+    async def asked(self, policy, first, turns):
+        return (await policy.complete("1=", after=first, max_tokens=2))[0]
+
+
 class Greedy(Good):
     temperature = 0
 
