@@ -50,6 +50,16 @@ class Completion:
     temperature: float = 1.0
 
 
+def is_stop(stop: Any) -> bool:
+    """Return whether servers take a `stop`: None, or one or several texts, none of them empty or without UTF-8."""
+    if stop is None:
+        return True
+    texts = [stop] if isinstance(stop, str) else stop
+    return isinstance(texts, Sequence) and all(
+        isinstance(text, str) and text and text == text.encode(errors="ignore").decode() for text in texts
+    )
+
+
 def contents_of(messages: Sequence[ChatMessage]) -> list[str]:
     """Return the text of each message, that of its parts joined; parts without text, such as images, have none.
 

@@ -23,9 +23,17 @@ from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.process.blocking_call import run_blocking
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds, contents_of
+from rolloutmq.services.worker.completion import (
+    MAX_TOKENS,
+    ChatMessage,
+    Completion,
+    TokenIds,
+    contents_of,
+    is_stop,
+)
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.trajectory import Trajectory, check_new, continued, group_of, tokens_so_far
+from rolloutmq.services.worker.user_code.methods import STOP
 
 END: Final = 0
 """Token that ends an answer."""
@@ -203,6 +211,8 @@ class ScriptedPolicy:
     ) -> list[Completion]:
         _check_count("n", n)
         _check_count("max_tokens", max_tokens)
+        if not is_stop(stop):
+            raise UsageError(f"stop: must be {STOP} (got {_shown(stop)}); pass None for no text")
         text = await self.detokenize(ids)
         call = RecordedCall(text, ids, messages, n, max_tokens, temperature, _listed(stop))
         self.prompts.append(call.prompt)

@@ -172,6 +172,11 @@ class PromptAsync(Good):
         return "1="
 
 
+class TaskAsync(Good):
+    async def task(self, rng):
+        return 1, 2
+
+
 class PromptRaises(Good):
     def prompt(self, task):
         return task[2]
@@ -191,6 +196,10 @@ class Cold(Good):
 
 class Numbered(Good):
     stop = 5
+
+
+class Unstopped(Good):
+    stop = ""
 
 
 class Recursive(Good):

@@ -168,13 +168,29 @@ def test_a_prompt_of_another_kind_is_refused_with_the_method(kind: str, got: str
     ]
 
 
+def test_a_task_that_is_a_coroutine_is_refused_with_the_method(base_dir: Path) -> None:
+    (problem,) = examined(config(base_dir, "TaskAsync")).problems
+    said = "`TaskAsync.task` must return a task (got a coroutine: it must not be `async def`)"
+    assert problem.problem.startswith(f"every scripted rollout failed: {said} (tried.py:")
+    assert "    async def task(self, rng):" in problem.report.splitlines()
+    members = config(base_dir, "TaskAsync", {"group_deadline_s": 9.0})
+    assert passes(members), "a task of members may be awaited"
+
+
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
         ("Endless", "`Endless.max_tokens` must be a positive integer (got 0)"),
         ("Spelled", "`Spelled.max_tokens` must be a positive integer (got '4')"),
         ("Cold", "`Cold.temperature` must be a finite number of at least 0 (got -1)"),
-        ("Numbered", "`Numbered.stop` must be text, a list of texts, or None (got 5)"),
+        (
+            "Numbered",
+            "`Numbered.stop` must be non-empty text in UTF-8, a list of such texts, or None (got 5)",
+        ),
+        (
+            "Unstopped",
+            "`Unstopped.stop` must be non-empty text in UTF-8, a list of such texts, or None (got '')",
+        ),
     ],
 )
 def test_an_attribute_of_another_kind_is_refused_by_its_name(kind: str, problem: str, base_dir: Path) -> None:

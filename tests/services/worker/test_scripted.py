@@ -176,6 +176,16 @@ def test_a_message_without_content_is_refused(message: dict[str, Any], got: str)
         asyncio.run(ScriptedPolicy("").chat(said))
 
 
+@pytest.mark.parametrize("stop", ["", ["=", ""], "\ud800", 5])
+def test_a_stop_that_servers_refuse_is_refused(stop: Any) -> None:
+    policy = ScriptedPolicy("ab")
+    with pytest.raises(
+        UsageError, match=r"^stop: must be non-empty text in UTF-8, a list .* \(got .*\); pass None"
+    ):
+        asyncio.run(policy.complete("q", stop=stop))
+    assert policy.prompts == []
+
+
 async def test_the_tokenizer_of_a_script_knows_every_character() -> None:
     policy: Policy = ScriptedPolicy("a")
     assert await policy.detokenize(await policy.tokenize("q é")) == "q é"
