@@ -43,7 +43,7 @@ def vocabulary(directory: Path) -> int:
     """Return the vocabulary size of the model in a directory; 0 if `config.json` is missing or has none.
 
     Raises:
-        ConfigError: `config.json` is not a JSON object.
+        ConfigError: `config.json` cannot be read, or is not a JSON object.
     """
     path = directory / MODEL_FILE
     try:
@@ -51,6 +51,8 @@ def vocabulary(directory: Path) -> int:
         size = {**model, **(model.get("text_config") or {})}.get("vocab_size", 0)
     except FileNotFoundError:
         return 0
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(str(path), f"is not a model configuration: {error!r}") from None
     return size if isinstance(size, int) and size > 0 else 0
@@ -60,13 +62,15 @@ def fingerprint(directory: Path) -> str:
     """Return the fingerprint of the tokenizer in a directory, 64 hexadecimal digits.
 
     Raises:
-        ConfigError: `tokenizer.json` is missing or malformed.
+        ConfigError: `tokenizer.json` is missing, cannot be read, or is malformed.
     """
     path = directory / FILE
     try:
         return fingerprint_of(json.loads(read_regular(path)))
     except FileNotFoundError:
         raise ConfigError(str(path), "there is no such file; save a fast tokenizer there") from None
+    except OSError as error:
+        raise ConfigError(str(path), f"cannot be read: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(str(path), f"is not a tokenizer: {error!r}") from None
 

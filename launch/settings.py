@@ -5,6 +5,7 @@ and `--set broker.high_bytes=...` on the command line. Values of the last two ar
 Each problem becomes a `ConfigError` with the dotted path and the allowed values; several are raised as one error.
 """
 
+import codecs
 import difflib
 import os
 import tomllib
@@ -26,6 +27,12 @@ from rolloutmq.schemas.files import RunLayout
 
 ENV_PREFIX: Final = "ROLLOUTMQ_"
 ENV_NESTING: Final = "__"
+BYTE_ORDER_MARKS: Final = (
+    (codecs.BOM_UTF8, "UTF-8 with one"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
+"""First bytes of files that editors of other systems write, and their encodings."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -152,9 +159,17 @@ def validated(kind: type[_Model], tree: Mapping[str, Any]) -> _Model:
 def read_toml(file: Path) -> dict[str, Any]:
     """Return the values of a TOML file; ConfigError if it is unreadable or invalid."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        data = file.read_bytes()
     except OSError as error:
         raise ConfigError(str(file), f"cannot be read: {error.strerror}") from None
+    for mark, encoding in BYTE_ORDER_MARKS:
+        if data.startswith(mark):
+            raise ConfigError(
+                str(file),
+                f"must be UTF-8 without a byte order mark (got {encoding}); save it in this encoding",
+            )
+    try:
+        return tomllib.loads(data.decode())
     except ValueError as error:  # no TOML, no UTF-8, or a number with too many digits
         raise ConfigError(str(file), f"is not valid TOML: {error}") from None
 

@@ -111,17 +111,16 @@ def open_rows(key: str, config: DatasetConfig, base_dir: Path) -> tuple[Rows, Ro
 
 def _table(key: str, config: DatasetConfig, base_dir: Path, which: str) -> Any:
     """Return a split as a mapped table with at least one row."""
+    path, split = base_dir / config.path, str(getattr(config, which))
+    source = _source(key, config, path)
     # In here, since pandas and pyarrow take a second.
     from datasets import load_dataset  # pyright: ignore[reportMissingImports]
     from datasets.utils.tqdm import disable_progress_bars, tqdm  # pyright: ignore[reportMissingImports]
 
-    path, split = base_dir / config.path, str(getattr(config, which))
     tqdm.monitor_interval = 0  # no thread that redraws bars
     disable_progress_bars()  # they would go into the log of the worker
     try:
-        found = load_dataset(**_source(key, config, path), split=split, keep_in_memory=False)
-    except ConfigError:
-        raise
+        found = load_dataset(**source, split=split, keep_in_memory=False)
     except Exception as error:
         raise _explained(key, config, which, error) from error
     if not len(found):
@@ -136,6 +135,12 @@ def _source(key: str, config: DatasetConfig, path: Path) -> dict[str, Any]:
         if path.suffix not in FORMATS:
             known = ", ".join(FORMATS)
             raise ConfigError(f"{key}.path", f"must be a file of {known}, or a directory (got {config.path})")
+        for name in ("subset", "files"):
+            if chosen := getattr(config, name):
+                raise ConfigError(
+                    f"{key}.{name}",
+                    f"is only for a directory or a data set of a hub (got {chosen!r} with {config.path}); remove it",
+                )
         return {"path": FORMATS[path.suffix], "data_files": str(path)}
     if not path.is_dir():
         raise ConfigError(

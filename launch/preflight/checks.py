@@ -17,7 +17,8 @@ import psutil
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import bind_host
 from rolloutmq.launch.endings import TRAINER_NEEDS, ProblemsError, UserCodeError, problems_of, raise_all
-from rolloutmq.launch.preflight.hub import described, lacks_dataset
+from rolloutmq.launch.preflight.hub import NAMED, described, lacks_dataset
+from rolloutmq.launch.preflight.model_files import check_model
 from rolloutmq.launch.preflight.trial import TIMEOUT_S, Tell, tried, try_environments
 from rolloutmq.launch.settings import load_part
 from rolloutmq.schemas.config.command import problem_of_secrets
@@ -101,7 +102,7 @@ def check(config: RunConfig, *, known: Sequence[HubSource] = (), tell: Tell = _s
         ConfigError: There is no environment, or one cannot work; a secret is not set, a sampler does not exist, has a
             wrong option or draws no task, an address cannot be bound, the token file has no token or is not private, no
             combination of whole groups fills a batch, the normalization of scores changes nothing, the teacher does
-            not fit the student, or a model or data set cannot be fetched from its hub.
+            not fit the student, a model is no model, or a model or data set cannot be fetched from its hub.
         MissingError: A required package is not installed.
         AddressInUseError: Another process listens on the port of the inference server.
     """
@@ -134,7 +135,7 @@ def examine(
         config, sources = described(config, known, tell=tell)
     except RolloutMQError as error:
         unfetched = problems_of(error)
-    problems = [*_of_environments(config), *unfetched, *_of_the_run(config, teacher=not unfetched)]
+    problems = [*_of_environments(config), *unfetched, *_of_the_run(config, sources, fetched=not unfetched)]
     verdicts = try_environments(config, _loadable(config), timeout_s=timeout_s, tell=tell)
     return Examined(
         problems=(*problems, *(one.error for verdict in verdicts for one in verdict.problems)),
@@ -174,9 +175,10 @@ def _entry_problems(config: RunConfig, name: str) -> list[RolloutMQError]:
     return _raised(lambda: check_entry(name, section, base_dir), lambda: _check_secrets(name, section))
 
 
-def _of_the_run(config: RunConfig, *, teacher: bool) -> list[RolloutMQError]:
-    """Return what is wrong with everything else."""
-    return _raised(
+def _of_the_run(config: RunConfig, sources: Sequence[HubSource], *, fetched: bool) -> list[RolloutMQError]:
+    """Return what is wrong with everything else; `fetched` if all of `sources` could be described."""
+    models = _raised(lambda: _check_model(config, sources))
+    return models + _raised(
         lambda: _check_producers(config),
         lambda: check_samplers(config),
         lambda: _check_batch(config),
@@ -186,7 +188,7 @@ def _of_the_run(config: RunConfig, *, teacher: bool) -> list[RolloutMQError]:
         lambda: require_vllm(config.inference.vllm.python) if config.inference.kind == "vllm" else None,
         lambda: _check_packages(config),
         lambda: _check_port(config.inference),
-        lambda: _check_teacher(config) if teacher else None,
+        lambda: _check_teacher(config) if fetched and not models else None,
     )
 
 
@@ -302,6 +304,13 @@ def _check_normalization(config: RunConfig) -> None:
             f'has no effect with trainer.loss.advantage = "grpo", which divides by the deviation of each group (got '
             f'{rewards.normalize!r}); set advantage to "dr_grpo" or "rloo", set clip, or remove it',
         )
+
+
+def _check_model(config: RunConfig, sources: Sequence[HubSource]) -> None:
+    path = config.model.path
+    if not path or (NAMED.fullmatch(path) and not Path(path).exists()):  # that the hub was asked for in vain
+        return
+    check_model(config, weights=all(one.key != "model" for one in sources))
 
 
 def _check_teacher(config: RunConfig) -> None:

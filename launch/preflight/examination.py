@@ -34,6 +34,7 @@ from rolloutmq.schemas.errors import (
     PolicyRefusedError,
     RatersMissingError,
     RolloutMQError,
+    UsageError,
 )
 from rolloutmq.schemas.group import Group
 from rolloutmq.services.worker.environment import SingleTurn
@@ -244,12 +245,14 @@ class Examination:
         return is_built(self._config) or isinstance(first, CERTAIN) or _is_of_the_worker(first)
 
     def _is_theirs(self, error: BaseException) -> bool:
-        """Return whether the environment raised, or returned what cannot be sent; else the script may be the cause.
+        """Return whether the environment raised, returned what cannot be sent, or called as no policy may be called.
 
-        With the token ids of a built model also the tokens of its turns are as they would be.
+        Else the script may be the cause. With the token ids of a built model also the tokens of its turns are as they
+        would be.
         """
         first = first_error(error)
-        if isinstance(first, MethodError | ContextError):
+        # A plain UsageError is about the call. Its subclasses may be about the answer or, as NoServerError, the script.
+        if type(first) is UsageError or isinstance(first, MethodError | ContextError):
             return True
         if isinstance(first, RatersMissingError):
             return bool(_faults(first))

@@ -9,7 +9,6 @@ the weights once the checks have passed.
 """
 
 import importlib.util
-import json
 import re
 import sys
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -22,6 +21,7 @@ import msgspec
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE
 from rolloutmq.launch.endings import raise_all
+from rolloutmq.launch.preflight.model_files import missing_weights
 from rolloutmq.schemas.config.distillation import TeacherConfig
 from rolloutmq.schemas.config.environment import DatasetConfig
 from rolloutmq.schemas.config.run import ModelConfig, RunConfig
@@ -42,8 +42,6 @@ LEFT_OUT: Final = ("*/*", "consolidated*")
 CARD: Final = "README.md"
 """Its header names the files of each split."""
 EVERYTHING: Final = ("*",)
-SINGLE: Final = "model.safetensors"
-INDEX: Final = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -231,16 +229,10 @@ def _require_library() -> None:
 
 def _require_weights(model: HubSource, directory: Path) -> None:
     """Require each file of the weights."""
-    needed = {SINGLE}
-    if (index := directory / INDEX).is_file():
-        try:
-            needed = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{model.key}.path", f"{model.name}: {INDEX} is damaged: {error!r}") from None
-    if missing := sorted(name for name in needed if not (directory / name).is_file()):
+    key = f"{model.key}.path"
+    if missing := missing_weights(key, directory, model.name):
         raise ConfigError(
-            f"{model.key}.path",
-            f"{model.name} has no {missing[0]}; name a model with weights in the format safetensors",
+            key, f"{model.name} has no {missing}; name a model with weights in the format safetensors"
         )
 
 

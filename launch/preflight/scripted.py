@@ -13,7 +13,7 @@ from rolloutmq.schemas.config.run import ModelConfig, RunConfig
 from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.scripted import END, Answer, RecordedCall, ScriptedPolicy
-from rolloutmq.services.worker.trajectory import Trajectory, check_messages
+from rolloutmq.services.worker.trajectory import Trajectory, check_messages, tokens_so_far
 
 TEXTS: Final = (
     "42",
@@ -102,12 +102,8 @@ class CharacterPolicy(ScriptedPolicy):
             PolicyRefusedError: The model lacks a character of the prompt.
             ContextError: The prompt and `max_tokens` are longer than the context.
         """
-        if isinstance(prompt, str):
-            begin = [self._ids["<bos>"]] if after is None else []
-            prompt = begin + await self.tokenize(prompt)
-        length = len(prompt) + (0 if after is None else len(after.token_ids))
-        if length + max_tokens > self._positions:
-            raise ContextError(self._positions, length, max_tokens)
+        if isinstance(prompt, str) and after is None:
+            prompt = [self._ids["<bos>"], *await self.tokenize(prompt)]
         return await super().complete(
             prompt, after=after, n=n, max_tokens=max_tokens, temperature=temperature, stop=stop
         )
@@ -138,12 +134,43 @@ class CharacterPolicy(ScriptedPolicy):
         tools: Sequence[Mapping[str, Any]] | None = None,  # noqa: ARG002 - its template knows none
         after: Trajectory | None = None,
     ) -> list[int]:
-        """See `Policy.render`. The template of a built model joins the contents."""
+        """See `Policy.render`. The template of a built model joins the contents.
+
+        Raises:
+            PolicyRefusedError: A content is none that the server of a built model takes, or the model lacks a
+                character.
+        """
         check_messages(messages, after)
-        before = [self._ids["<bos>"]] if after is None else list(map(int, after.token_ids))
-        return before + await self.tokenize("".join(texts_of(messages)))
+        before = [self._ids["<bos>"]] if after is None else tokens_so_far(after)
+        return before + await self.tokenize("".join(map(_content, messages)))
+
+    async def _sampled(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[ChatMessage] | None,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        stop: str | Sequence[str] | None,
+    ) -> list[Completion]:
+        if len(ids) + max_tokens > self._positions:
+            raise ContextError(self._positions, len(ids), max_tokens)
+        return await super()._sampled(ids, messages, n, max_tokens, temperature, stop)
 
     def _completion(self, call: RecordedCall, answer: Answer) -> Completion:
         completion = super()._completion(call, answer)
         sampled = [self._ids["<eos>" if one == END else chr(one)] for one in completion.token_ids]
         return replace(completion, token_ids=sampled, tokens=[self._texts[one] for one in sampled])
+
+
+def _content(message: ChatMessage) -> str:
+    """Return the content of a message; PolicyRefusedError, with the words of the tiny server, if it refuses it."""
+    content = message.get("content")
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if isinstance(parts, list) and all(_is_text(part) for part in parts):
+        return "".join(part["text"] for part in parts)
+    raise PolicyRefusedError(400, "messages: content must be a string, or a list of parts of type text")
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)

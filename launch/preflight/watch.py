@@ -14,6 +14,8 @@ FIRST_S: Final = 2.0
 """Time after which something takes long, in seconds."""
 LOOK_S: Final = 0.2
 
+OURS: Final = "rolloutmq."
+"""First part of the names of this package's modules."""
 DEBUGGERS: Final = frozenset({"bdb", "pdb", "cmd"})
 """Modules whose frames mean that somebody types."""
 
@@ -21,12 +23,14 @@ DEBUGGERS: Final = frozenset({"bdb", "pdb", "cmd"})
 def frames_now(files: UserFiles, loop: asyncio.AbstractEventLoop | None) -> list[FrameType]:
     """Return the frames of the main thread, outermost first; if its event loop waits, those of a task of the user.
 
+    What has started this package is left out, such as its script in `bin`.
+
     Args:
         files: Tell the user's frames.
         loop: Event loop of the main thread; None if it has none.
     """
     ident = threading.main_thread().ident
-    running = frames_of(sys._current_frames().get(ident or 0))
+    running = _from_ours(frames_of(sys._current_frames().get(ident or 0)))
     if loop is None or _is_users(running, files):
         return running
     waiting = [waiting_frames(task) for task in asyncio.all_tasks(loop)]
@@ -36,6 +40,12 @@ def frames_now(files: UserFiles, loop: asyncio.AbstractEventLoop | None) -> list
 def is_debugged(frames: list[FrameType]) -> bool:
     """Return whether a debugger holds the thread."""
     return any(frame.f_globals.get("__name__") in DEBUGGERS for frame in frames)
+
+
+def _from_ours(frames: list[FrameType]) -> list[FrameType]:
+    """Return the frames from the first one of this package on."""
+    names = (str(frame.f_globals.get("__name__")) for frame in frames)
+    return frames[next((at for at, name in enumerate(names) if name.startswith(OURS)), 0) :]
 
 
 def _is_users(frames: list[FrameType], files: UserFiles) -> bool:

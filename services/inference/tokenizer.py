@@ -40,12 +40,18 @@ class TextTokenizer:
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special).ids
         except Exception as error:  # noqa: BLE001 - tokenizers raises nothing narrower
-            unknown = [each for each in dict.fromkeys(text) if self._tokenizer.token_to_id(each) is None]
+            unknown = [each for each in self._characters(text) if self._tokenizer.token_to_id(each) is None]
             named = ", ".join(map(repr, unknown[:UNKNOWN_SHOWN])) or str(error)
             shown = text if len(text) <= PROMPT_SHOWN else f"{text[:PROMPT_SHOWN]}…"
             why = "add the characters of the prompt to model.alphabet, all that a built-in model knows"
             raise ApiError(400, f"prompt {shown!r}: not in the vocabulary ({named}); {why}") from None
         return ids
+
+    def _characters(self, text: str) -> list[str]:
+        """Return the characters of a text, each once, without those of special tokens, which a template writes."""
+        for special in self._tokenizer.get_added_tokens_decoder().values():
+            text = text.replace(special.content, "")
+        return list(dict.fromkeys(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Return the token ids of a conversation, by the chat template or joined if there is none. Raises

@@ -37,7 +37,7 @@ from rolloutmq.schemas.errors import UsageError
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
-from rolloutmq.services.worker.user_code.methods import check_score, prompt_of, sampling_of
+from rolloutmq.services.worker.user_code.methods import check_score, prompt_of, sampling_of, task_of
 
 Task = TypeVar("Task")
 Prompt = str | TokenIds | Sequence[ChatMessage]
@@ -197,7 +197,7 @@ class GroupPerTask(ABC, Generic[Task]):
 
     async def rollout(self, policy: Policy, size: int, rng: random.Random) -> list[Trajectory]:
         """Sample `size` answers to one task and score each."""
-        return await self._answers(policy, self.task(rng), size)
+        return await self._answers(policy, task_of(self, "task", rng), size)
 
     async def rollout_task(
         self,
@@ -207,17 +207,17 @@ class GroupPerTask(ABC, Generic[Task]):
         rng: random.Random,  # noqa: ARG002 - the task is given
     ) -> list[Trajectory]:
         """Sample `size` answers to a submitted task and score each."""
-        return await self._answers(policy, self.submitted(payload), size)
+        return await self._answers(policy, task_of(self, "submitted", payload), size)
 
     async def rollout_at(self, policy: Policy, index: int, size: int, rng: random.Random) -> list[Trajectory]:
         """Sample `size` answers to the task of that number and score each."""
-        return await self._answers(policy, self.task_at(index, rng), size)
+        return await self._answers(policy, task_of(self, "task_at", index, rng), size)
 
     async def rollout_eval(
         self, policy: Policy, index: int, size: int, rng: random.Random
     ) -> list[Trajectory]:
         """Sample `size` answers to the evaluation's task of that number and score each."""
-        return await self._answers(policy, self.eval_task_at(index, rng), size)
+        return await self._answers(policy, task_of(self, "eval_task_at", index, rng), size)
 
     async def member(
         self,

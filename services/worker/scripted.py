@@ -25,10 +25,23 @@ from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.process.blocking_call import run_blocking
-from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
+from rolloutmq.services.worker.completion import (
+    MAX_TOKENS,
+    ChatMessage,
+    Completion,
+    TokenIds,
+    contents_of,
+    is_stop,
+)
 from rolloutmq.services.worker.environment import Environment
-from rolloutmq.services.worker.trajectory import Trajectory, check_messages, continued, group_of
-from rolloutmq.services.worker.user_code.methods import awaited
+from rolloutmq.services.worker.trajectory import (
+    Trajectory,
+    check_messages,
+    continued,
+    group_of,
+    tokens_so_far,
+)
+from rolloutmq.services.worker.user_code.methods import STOP, awaited
 
 END: Final = 0
 """Token that ends an answer."""
@@ -107,6 +120,13 @@ class RecordedCall:
     stop: Sequence[str]
 
 
+class NoServerError(UsageError):
+    """A scripted policy has no address. Test the other methods of the environment instead."""
+
+    def __init__(self) -> None:
+        super().__init__("endpoint: a scripted policy has no server; call `complete` or `chat`")
+
+
 class ScriptedPolicy:
     """A `Policy` that answers from a script and records its calls.
 
@@ -183,14 +203,14 @@ class ScriptedPolicy:
     ) -> list[int]:
         """Return the contents, joined by newlines; see `Policy.render`."""
         check_messages(messages, after)
-        contents = [str(message["content"]) for message in messages]
+        contents = contents_of(messages)
         if after is None:
             return await self.tokenize("\n".join(contents))
-        return [*map(int, after.token_ids), *await self.tokenize("".join(f"\n{one}" for one in contents))]
+        return [*tokens_so_far(after), *await self.tokenize("".join(f"\n{one}" for one in contents))]
 
     def endpoint(self) -> NoReturn:
-        """Raise UsageError: a script has no address. Test the other methods of the environment instead."""
-        raise UsageError("endpoint: a scripted policy has no server; call `complete` or `chat`")
+        """Raise NoServerError, a UsageError."""
+        raise NoServerError
 
     async def _sampled(
         self,
@@ -203,6 +223,8 @@ class ScriptedPolicy:
     ) -> list[Completion]:
         _check_count("n", n)
         _check_count("max_tokens", max_tokens)
+        if not is_stop(stop):
+            raise UsageError(f"stop: must be {STOP} (got {_shown(stop)}); pass None for no text")
         text = await self.detokenize(ids)
         call = RecordedCall(text, ids, messages, n, max_tokens, temperature, _listed(stop))
         self.prompts.append(call.prompt)

@@ -197,6 +197,20 @@ def check_new(messages: Sequence[ChatMessage]) -> None:
         )
 
 
+def tokens_so_far(after: Trajectory) -> list[int]:
+    """Return the tokens of the turns so far.
+
+    Raises:
+        UsageError: It is no trajectory. The tokens of a completion are its answer alone, without the prompt.
+    """
+    if not isinstance(after, Trajectory):
+        raise UsageError(
+            f"after: must be a Trajectory (got {type(after).__name__}); pass Trajectory.of(completion), or what "
+            "trajectory.then(completion) returned"
+        )
+    return list(map(int, after.token_ids))
+
+
 def continued(after: Trajectory, new: TokenIds, *, is_text: bool) -> list[int]:
     """Return the tokens of a trajectory and the new ones behind them: the prompt of its next turn.
 
@@ -207,9 +221,9 @@ def continued(after: Trajectory, new: TokenIds, *, is_text: bool) -> list[int]:
             repeat the turns.
 
     Raises:
-        UsageError: Given ids begin with the trajectory: its turns would be in the prompt twice.
+        UsageError: `after` is no trajectory; or given ids begin with it: its turns would be in the prompt twice.
     """
-    before = list(map(int, after.token_ids))
+    before = tokens_so_far(after)
     if before and not is_text and list(new[: len(before)]) == before:
         raise UsageError(
             f"prompt: with `after`, must be only the tokens behind its turns (got all {len(before)} tokens of `after` "

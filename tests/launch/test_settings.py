@@ -277,6 +277,20 @@ def test_packages_of_two_owners_with_one_name_contradict() -> None:
         assert validate(packages(*fine)).environment["e1"].verifiers == fine[1]
 
 
+@pytest.mark.parametrize(
+    ("encoding", "named"), [("utf-8-sig", "UTF-8 with one"), ("utf-16", "UTF-16"), ("utf-16-be", "UTF-16")]
+)
+def test_a_file_with_a_byte_order_mark_names_it(encoding: str, named: str, tmp_path: Path) -> None:
+    file = tmp_path / "windows.toml"
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    file.write_text(f"{mark}[run]\nseed = 1\n", encoding=encoding)
+    with pytest.raises(ConfigError) as caught:
+        load(file, environ={})
+    assert str(caught.value) == (
+        f"{file}: must be UTF-8 without a byte order mark (got {named}); save it in this encoding"
+    )
+
+
 def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"none.toml: cannot be read"):
         load(tmp_path / "none.toml", environ={})
@@ -284,7 +298,7 @@ def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
     bad.write_text("[run\n")
     with pytest.raises(ConfigError, match=r"bad.toml: is not valid TOML"):
         load(bad, environ={})
-    bad.write_bytes(b"\xff\xfe")
+    bad.write_bytes(b"\xff\xff")
     with pytest.raises(ConfigError, match=r"bad.toml: is not valid TOML"):
         load(bad, environ={})
 

@@ -28,7 +28,7 @@ from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
 from rolloutmq.services.worker.openai.stitching import Stitcher
 from rolloutmq.services.worker.openai.wire import Endpoint
-from rolloutmq.services.worker.trajectory import Trajectory, check_messages, continued
+from rolloutmq.services.worker.trajectory import Trajectory, check_messages, continued, tokens_so_far
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class OpenAIPolicy:
         check_messages(messages, after)
         if after is None:
             return await self.rendered(messages, tools)
-        tokens = list(map(int, after.token_ids))
+        tokens = tokens_so_far(after)
         return tokens + await self._stitcher.following(tokens, messages, tools)
 
     async def rendered(

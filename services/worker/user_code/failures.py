@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from inspect import isroutine, unwrap
+from inspect import CO_OPTIMIZED, isroutine, unwrap
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -321,6 +321,8 @@ def _values(stack: Sequence[_At], files: UserFiles) -> Iterator[tuple[str, str]]
     for one in reversed(stack):
         is_caller = one.frame.f_globals.get("__name__") in CALLERS
         if not is_caller and not files.has(one.code.co_filename):
+            continue
+        if not one.code.co_flags & CO_OPTIMIZED:  # of a module or a class: `task` is the method there
             continue
         values = one.frame.f_locals
         for name in ("task", "prompt") if is_caller else ("task",):

@@ -4,15 +4,17 @@ Each error names `Class.method`, what it must be, and what came instead. Nobody'
 code of the method: its place stands for the frames.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from inspect import isawaitable, iscoroutine
 from math import inf, isfinite
 from numbers import Integral, Real
 from typing import Any, Final
 
 from rolloutmq.schemas.errors import InvalidGroupError, UsageError
+from rolloutmq.services.worker.completion import is_stop
 
 TEXTS: Final = (str, bytes, bytearray)
+STOP: Final = "non-empty text in UTF-8, a list of such texts, or None"
 SHOWN_CHARS: Final = 80
 """Longest value that an error shows."""
 
@@ -65,6 +67,19 @@ def prompt_of(environment: Any, task: Any) -> str | list[Any]:
     raise MethodError(problem, environment.prompt)
 
 
+def task_of(environment: Any, method: str, *given: Any) -> Any:
+    """Return the task that a method of the environment returns for its arguments.
+
+    Raises:
+        MethodError: The method is `async def`: the prompt would get a coroutine.
+    """
+    returned = getattr(environment, method)(*given)
+    if iscoroutine(returned):
+        problem = f"{_named(environment, method)} must return a task (got {_shown(returned)})"
+        raise MethodError(problem, getattr(environment, method))
+    return returned
+
+
 def sampling_of(environment: Any) -> dict[str, Any]:
     """Return `max_tokens`, `temperature` and `stop` of a class, as arguments of a policy.
 
@@ -79,8 +94,8 @@ def sampling_of(environment: Any) -> dict[str, Any]:
         problem = _attribute(environment, "max_tokens", "a positive integer", max_tokens)
     elif not isinstance(temperature, Real) or not 0 <= float(temperature) < inf:
         problem = _attribute(environment, "temperature", "a finite number of at least 0", temperature)
-    elif not (stop is None or isinstance(stop, str) or (isinstance(stop, Sequence) and _are_all(stop, str))):
-        problem = _attribute(environment, "stop", "text, a list of texts, or None", stop)
+    elif not is_stop(stop):
+        problem = _attribute(environment, "stop", STOP, stop)
     if problem:
         raise MethodError(problem)
     return {"max_tokens": int(max_tokens), "temperature": float(temperature), "stop": stop}

@@ -116,6 +116,19 @@ def test_parts_of_a_table_share_no_row() -> None:
         train[6]
 
 
+@pytest.mark.parametrize(("name", "value"), [("subset", "main"), ("files", ("*.jsonl",))])
+def test_a_file_has_no_parts_to_choose(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rolloutmq.bus.tasks.rows.importlib.util.find_spec", lambda _name: object())
+    (tmp_path / "sums.jsonl").write_text("{}\n")
+    with pytest.raises(ConfigError) as caught:
+        open_rows(KEY, DatasetConfig.model_validate({"path": "sums.jsonl", name: value}), tmp_path)
+    assert str(caught.value) == (
+        f"{KEY}.{name}: is only for a directory or a data set of a hub (got {value!r} with sums.jsonl); remove it"
+    )
+
+
 def test_without_the_package_the_error_names_the_extra(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

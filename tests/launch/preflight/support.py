@@ -173,6 +173,11 @@ class PromptAsync(Good):
         return "1="
 
 
+class TaskAsync(Good):
+    async def task(self, rng):
+        return 1, 2
+
+
 class PromptRaises(Good):
     def prompt(self, task):
         return task[2]
@@ -192,6 +197,10 @@ class Cold(Good):
 
 class Numbered(Good):
     stop = 5
+
+
+class Unstopped(Good):
+    stop = ""
 
 
 class Recursive(Good):
@@ -232,6 +241,56 @@ class Growing(Good):
     async def rollout(self, policy, size, rng):
         self.asked += 1
         return [Trajectory.of(one, 1.0) for one in await policy.complete("1" * 60 * self.asked, n=size)]
+
+
+class WideChat(Good):
+    def prompt(self, task):
+        return [{"role": "user", "content": "1" * 300}]
+
+
+class LongChat(Good):
+    async def rollout(self, policy, size, rng):
+        (first,) = await policy.complete("1" * 61, max_tokens=1)
+        turns = Trajectory.of(first)
+        (second,) = await policy.chat([{"role": "tool", "content": "1"}], after=turns, max_tokens=70)
+        return [turns.then(second).scored(1.0)] * size
+
+
+class Message(Good):
+    def __init__(self, **message):
+        self.message = {"role": "user", **message}
+
+    def prompt(self, task):
+        return [self.message]
+
+
+class SecondTurn(Good):
+    async def rollout(self, policy, size, rng):
+        (first,) = await policy.complete("1=", max_tokens=2)
+        turns = Trajectory.of(first)
+        return [turns.then(await self.asked(policy, first, turns)).scored(1.0)] * size
+
+
+class TextAsMessages(SecondTurn):
+    async def asked(self, policy, first, turns):
+        return (await policy.chat("1=", after=turns, max_tokens=2))[0]
+
+
+class AnswerAgain(SecondTurn):
+    async def asked(self, policy, first, turns):
+        said = [{"role": "assistant", "content": "1"}, {"role": "user", "content": "1="}]
+        return (await policy.chat(said, after=turns, max_tokens=2))[0]
+
+
+class TurnsAgain(SecondTurn):
+    async def asked(self, policy, first, turns):
+        ids = await policy.render([{"role": "user", "content": "1="}], after=turns)
+        return (await policy.complete(ids, after=turns, max_tokens=2))[0]
+
+
+class AfterCompletion(SecondTurn):
+    async def asked(self, policy, first, turns):
+        return (await policy.complete("1=", after=first, max_tokens=2))[0]
 
 
 class Greedy(Good):

@@ -168,13 +168,29 @@ def test_a_prompt_of_another_kind_is_refused_with_the_method(kind: str, got: str
     ]
 
 
+def test_a_task_that_is_a_coroutine_is_refused_with_the_method(base_dir: Path) -> None:
+    (problem,) = examined(config(base_dir, "TaskAsync")).problems
+    said = "`TaskAsync.task` must return a task (got a coroutine: it must not be `async def`)"
+    assert problem.problem.startswith(f"every scripted rollout failed: {said} (tried.py:")
+    assert "    async def task(self, rng):" in problem.report.splitlines()
+    members = config(base_dir, "TaskAsync", {"group_deadline_s": 9.0})
+    assert passes(members), "a task of members may be awaited"
+
+
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
         ("Endless", "`Endless.max_tokens` must be a positive integer (got 0)"),
         ("Spelled", "`Spelled.max_tokens` must be a positive integer (got '4')"),
         ("Cold", "`Cold.temperature` must be a finite number of at least 0 (got -1)"),
-        ("Numbered", "`Numbered.stop` must be text, a list of texts, or None (got 5)"),
+        (
+            "Numbered",
+            "`Numbered.stop` must be non-empty text in UTF-8, a list of such texts, or None (got 5)",
+        ),
+        (
+            "Unstopped",
+            "`Unstopped.stop` must be non-empty text in UTF-8, a list of such texts, or None (got '')",
+        ),
     ],
 )
 def test_an_attribute_of_another_kind_is_refused_by_its_name(kind: str, problem: str, base_dir: Path) -> None:
@@ -283,6 +299,39 @@ def test_turns_that_do_not_continue_are_certain_with_the_token_ids_of_a_built_mo
     assert (other.problems, other.failures) == ((), ()), "a chat template may keep the end of a turn"
 
 
+EXTERNAL: dict[str, Any] = {
+    "inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"},
+    "trainer": {"enabled": False},
+}
+
+
+@pytest.mark.parametrize("sections", [{}, EXTERNAL])
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("TextAsMessages", "messages: must be a list of messages (got '1=')"),
+        ("AnswerAgain", "messages: with `after`, must be only those since its last answer"),
+        ("TurnsAgain", "prompt: with `after`, must be only the tokens behind its turns"),
+        ("AfterCompletion", "after: must be a Trajectory (got Completion); pass Trajectory.of(completion)"),
+    ],
+)
+def test_a_policy_that_is_called_as_none_may_be_is_refused(
+    kind: str, problem: str, sections: dict[str, Any], base_dir: Path
+) -> None:
+    found = refused(config(base_dir, kind, **sections))
+    assert found.startswith(f"environment.e.entry: every scripted rollout failed: {problem}")
+    assert re.search(r"\(tried\.py:\d+\)$", found)
+
+
+@pytest.mark.parametrize("message", [{"content": False}, {"content": 5}, {"content": [5]}, {}])
+def test_a_message_without_content_is_refused_as_servers_do(message: dict[str, Any], base_dir: Path) -> None:
+    found = refused(config(base_dir, "Message", {"options": message}))
+    assert "messages: content must be a string, or a list of parts of type text" in found
+    assert "messages[0].content: must be a text or a list of parts" in refused(
+        config(base_dir, "Message", {"options": message}, **EXTERNAL)
+    )
+
+
 def test_an_environment_with_a_client_of_its_own_is_loaded_and_no_more(base_dir: Path) -> None:
     found = examined(config(base_dir, "Client"))
     assert (found.problems, found.failures) == ((), ())
@@ -308,6 +357,16 @@ def test_an_environment_with_a_client_of_its_own_is_loaded_and_no_more(base_dir:
         ),
         (
             "Twice",
+            {},
+            r"the prompt has 6\d tokens and max_tokens is 70 \(got 128\); raise it to at least 13\d, ",
+        ),
+        (
+            "WideChat",
+            {},
+            r"the prompt has 301 tokens and max_tokens is 16 \(got 128\); raise it to at least 317, ",
+        ),
+        (
+            "LongChat",
             {},
             r"the prompt has 6\d tokens and max_tokens is 70 \(got 128\); raise it to at least 13\d, ",
         ),

@@ -62,6 +62,13 @@ def test_a_text_is_no_conversation() -> None:
         asyncio.run(CharacterPolicy("01=").chat(text))
 
 
+@pytest.mark.parametrize("message", [{"content": None}, {}, {"content": [{"type": "image_url"}]}])
+def test_a_message_is_refused_as_the_tiny_server_does(message: dict[str, Any]) -> None:
+    said = [{"role": "user", **message}]
+    with pytest.raises(PolicyRefusedError, match="content must be a string, or a list of parts of type text"):
+        asyncio.run(CharacterPolicy("01=").chat(said))
+
+
 def test_another_model_answers_texts() -> None:
     external = validate({"inference": {"kind": "external", "url": "http://127.0.0.1:9/v1"}})
     assert not is_built(external)

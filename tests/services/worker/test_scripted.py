@@ -157,6 +157,57 @@ async def test_the_turns_so_far_are_not_said_again() -> None:
     assert await policy.chat(said)
 
 
+async def test_turns_are_continued_by_a_trajectory_alone() -> None:
+    policy = ScriptedPolicy("ab")
+    (call,) = await policy.complete("q")
+    wrong: Any = call
+    for asked in (
+        policy.complete("7", after=wrong),
+        policy.chat([{"role": "tool", "content": "7"}], after=wrong),
+    ):
+        with pytest.raises(
+            UsageError, match=r"^after: must be a Trajectory \(got Completion\); pass Trajectory\.of"
+        ):
+            await asked
+    assert policy.prompts == ["q"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        ([{"type": "text", "text": "a"}, {"type": "image_url"}, {"type": "text", "text": "b"}], "ab"),
+        (["a", "b"], "ab"),
+        ([], ""),
+    ],
+)
+def test_the_parts_of_a_message_are_joined(content: Any, text: str) -> None:
+    policy = ScriptedPolicy("")
+    asyncio.run(policy.chat([{"role": "user", "content": content}, {"role": "assistant", "tool_calls": []}]))
+    assert policy.prompts == [f"{text}\n"]
+
+
+@pytest.mark.parametrize(
+    ("message", "got"),
+    [({}, "none"), ({"content": None}, "None"), ({"content": 5}, "5"), ({"content": [5]}, r"\[5\]")],
+)
+def test_a_message_without_content_is_refused(message: dict[str, Any], got: str) -> None:
+    said = [{"role": "user", "content": "a"}, {"role": "user", **message}]
+    with pytest.raises(
+        UsageError, match=rf"^messages\[1\]\.content: must be a text or a list of parts \(got {got}\)"
+    ):
+        asyncio.run(ScriptedPolicy("").chat(said))
+
+
+@pytest.mark.parametrize("stop", ["", ["=", ""], "\ud800", 5])
+def test_a_stop_that_servers_refuse_is_refused(stop: Any) -> None:
+    policy = ScriptedPolicy("ab")
+    with pytest.raises(
+        UsageError, match=r"^stop: must be non-empty text in UTF-8, a list .* \(got .*\); pass None"
+    ):
+        asyncio.run(policy.complete("q", stop=stop))
+    assert policy.prompts == []
+
+
 async def test_the_tokenizer_of_a_script_knows_every_character() -> None:
     policy: Policy = ScriptedPolicy("a")
     assert await policy.detokenize(await policy.tokenize("q é")) == "q é"

@@ -49,6 +49,13 @@ def test_a_text_has_special_tokens_unless_they_are_refused(codec: TextTokenizer)
     assert tokens(codec, prompt="1<eos>", add_special_tokens=False) == [4, 2]
 
 
+def test_only_characters_that_somebody_wrote_are_unknown(codec: TextTokenizer) -> None:
+    with pytest.raises(
+        ApiError, match=r"prompt '<bos>0\+1<b=': not in the vocabulary \('\+', '<', 'b'\); add"
+    ):
+        tokens(with_template(codec, TEMPLATE), messages=[{"role": "user", "content": "0+1<b"}])
+
+
 def test_texts_of_the_tokens_come_on_request(codec: TextTokenizer) -> None:
     for asked, strings in ((True, ["<bos>", "0"]), (False, None)):
         body = msgspec.json.encode({"prompt": "0", "return_token_strs": asked})

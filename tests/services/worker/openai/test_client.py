@@ -243,6 +243,13 @@ async def test_a_turn_begins_with_the_tokens_of_those_before(server: "FakeServer
         )
         with pytest.raises(UsageError, match="must be only those since its last answer"):
             await policy.chat([{"role": "assistant", "content": "ab"}], after=sequence)
+        completion: Any = first
+        for asked in (
+            policy.complete("7", after=completion),
+            policy.chat([{"role": "tool", "content": "7"}], after=completion),
+        ):
+            with pytest.raises(UsageError, match="after: must be a Trajectory"):
+                await asked
         with pytest.raises(UsageError, match="tokens of `after` once more"):
             await policy.complete(second.prompt_token_ids, after=Trajectory.of(first))
     assert second.prompt_token_ids == [*map(ord, "[user]q;[assistant]ab;[tool]7;[assistant]")]

@@ -230,6 +230,18 @@ def test_a_recursion_is_looked_at_from_both_ends(code: Any, tmp_path: Path) -> N
     assert len(seen) <= 4 * 2 * ENDS
 
 
+def test_a_method_beside_the_line_of_a_class_is_no_task(tmp_path: Path) -> None:
+    file = tmp_path / "misspelt.py"
+    file.write_text(
+        "class E:\n    def task(self, rng): ...\n    def prompt(self, task) -> Nope: ...\n\n\nE().prompt\n"
+    )
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - which error depends on Python's version
+        exec(compile(f"{file.read_text()}\nE.Nope", str(file), "exec"), {})
+    report = failure_of(caught.value, UserFiles(tmp_path)).report
+    assert report.startswith("misspelt.py:")
+    assert "\ntask " not in report
+
+
 def test_a_file_that_is_no_python_has_its_line(tmp_path: Path) -> None:
     with pytest.raises(SyntaxError) as caught:
         compile("def f(:\n", str(tmp_path / "broken.py"), "exec")

@@ -1,5 +1,6 @@
 """What a method returned and an attribute is: errors name both, whatever asks the policy."""
 
+import asyncio
 import random
 from typing import Any
 
@@ -48,6 +49,32 @@ def test_anything_else_is_refused_with_the_method(prompt: Any) -> None:
     assert caught.value.users_function.__func__ is Asked.prompt
 
 
+class Late(Asked):
+    async def task(self, rng: random.Random) -> int:  # type: ignore[override]
+        return rng.randrange(9)
+
+
+class LateSubmitted(Asked):
+    async def submitted(self, payload: Any) -> int:  # type: ignore[override]
+        return int(payload)
+
+
+@pytest.mark.parametrize(
+    ("environment", "method", "rollout"),
+    [
+        (Late(), "task", lambda asked, *given: asked.rollout(*given)),
+        (LateSubmitted(), "submitted", lambda asked, policy, *given: asked.rollout_task(policy, 7, *given)),
+    ],
+)
+def test_a_task_is_no_coroutine(environment: Any, method: str, rollout: Any) -> None:
+    with pytest.raises(MethodError) as caught:
+        asyncio.run(rollout(environment, ScriptedPolicy("7"), 2, random.Random(0)))
+    assert str(caught.value) == (
+        f"`{type(environment).__name__}.{method}` must return a task (got a coroutine: it must not be `async def`)"
+    )
+    assert caught.value.users_function.__func__ is getattr(type(environment), method)
+
+
 @pytest.mark.parametrize("score", [1, True, 0.5, np.float32(0.5), np.array(0.5)])
 def test_numbers_are_scores(score: Any) -> None:
     assert list(play(Asked(score=score), ScriptedPolicy("7")).scores) == [float(score)] * 4
@@ -71,7 +98,7 @@ def test_text_is_no_score_of_a_trajectory() -> None:
     [
         *(("max_tokens", value) for value in (0, -1, "4", 2.0, True, None)),
         *(("temperature", value) for value in (-1, "1", float("nan"), float("inf"), None)),
-        *(("stop", value) for value in (5, [5], b"=")),
+        *(("stop", value) for value in (5, [5], b"=", "", ["=", ""], "\ud800")),
     ],
 )
 def test_an_attribute_is_named(attribute: str, value: Any) -> None:
@@ -85,7 +112,10 @@ def test_an_attribute_is_named(attribute: str, value: Any) -> None:
 
 @pytest.mark.parametrize(
     ("attribute", "value"),
-    [("max_tokens", np.int64(4)), ("temperature", 0), ("temperature", np.float32(0.5)), ("stop", ("=", ";"))],
+    [
+        *[("max_tokens", np.int64(4)), ("temperature", 0), ("temperature", np.float32(0.5))],
+        *[("stop", ("=", ";")), ("stop", "é"), ("stop", []), ("stop", None)],
+    ],
 )
 def test_other_kinds_of_numbers_and_lists_pass(attribute: str, value: Any) -> None:
     environment = Asked()
