@@ -36,6 +36,20 @@ def printable_lines(text: str) -> str:
     return text.translate(_ESCAPES_IN_LINES)
 
 
+def error_text(error: BaseException) -> str:
+    """Return the text of an error in one line, empty if it has none. Its `__str__` may be anybody's code, and raise."""
+    try:
+        return " ".join(str(error).split())
+    except BaseException as failure:  # noqa: BLE001 - the error is told in any case
+        return f"<no text, its __str__ raised {type(failure).__name__}>"
+
+
+def error_line(error: BaseException) -> str:
+    """Return type and text of an error in one line."""
+    text = error_text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 def moment(at: float, precision: str = "seconds") -> str:
     """Return wall-clock seconds as local date and time; the number itself where no date has it.
 
