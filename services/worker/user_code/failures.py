@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from inspect import isroutine, unwrap
+from inspect import CO_OPTIMIZED, isroutine, unwrap
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -141,6 +141,11 @@ class _At:
     @property
     def code(self) -> CodeType:
         return self.frame.f_code
+
+    @property
+    def is_of_function(self) -> bool:
+        """Return whether its variables are those of a call; in a class or a module they are definitions."""
+        return bool(self.code.co_flags & CO_OPTIMIZED)
 
     def told(self, files: UserFiles) -> Iterator[str]:
         """Yield the place and the line of the source."""
@@ -312,7 +317,7 @@ def _values(stack: Sequence[_At], files: UserFiles) -> Iterator[tuple[str, str]]
     told: dict[str, str] = {}
     for one in reversed(stack):
         is_caller = one.frame.f_globals.get("__name__") in CALLERS
-        if not is_caller and not files.has(one.code.co_filename):
+        if not one.is_of_function or not (is_caller or files.has(one.code.co_filename)):
             continue
         values = one.frame.f_locals
         for name in ("task", "prompt") if is_caller else ("task",):

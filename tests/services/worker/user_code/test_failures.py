@@ -213,6 +213,14 @@ def test_an_error_whose_own_code_raises_has_a_report(code: Any, tmp_path: Path) 
     assert "    raise AnswerError\nE   AnswerError: <no text, " in found.report
 
 
+def test_the_methods_of_a_class_that_cannot_be_defined_are_no_values(tmp_path: Path) -> None:
+    source = "class Sums:\n    def task(self, rng): ...\n    def prompt(self, task) -> Nope: ...\n"
+    with pytest.raises(NameError) as caught:
+        exec(compile(source, str(tmp_path / "sums.py"), "exec"), {})
+    report = failure_of(caught.value, UserFiles(tmp_path)).report
+    assert report.endswith("E   NameError: name 'Nope' is not defined")
+
+
 def test_the_innermost_frames_are_enough(code: Any, tmp_path: Path) -> None:
     assert failure_of(raised(code.Deep()), UserFiles(tmp_path)).report.count(": in graded\n") == FRAMES
 
