@@ -9,6 +9,7 @@ import html
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import islice
+from shlex import quote
 from typing import Final
 
 _CONTROLS: Final = (*range(0x20), *range(0x7F, 0xA0))
@@ -48,6 +49,11 @@ def error_line(error: BaseException) -> str:
     """Return type and text of an error in one line."""
     text = error_text(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def shell_word(value: object) -> str:
+    """Return a text or a path as one word of a shell, for commands that people copy."""
+    return quote(str(value))
 
 
 def moment(at: float, precision: str = "seconds") -> str:

@@ -1,5 +1,7 @@
 import json
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +14,7 @@ from rolloutmq.schemas.printable import (
     moment,
     printable,
     printable_lines,
+    shell_word,
 )
 
 FORGED = "x\n2026-01-01 00:00:00.000 INFO broker all is well"
@@ -78,6 +81,12 @@ class ExitingError(Exception):
 def test_an_error_has_a_line_even_if_its_own_text_raises(error: BaseException, line: str) -> None:
     assert error_line(error) == line
     assert error_text(error) == line.partition(": ")[2]
+
+
+def test_a_path_is_one_word_of_a_shell() -> None:
+    assert shell_word(Path("runs/mine-1")) == "runs/mine-1"
+    for root in ("live run", "it's", "$HOME/a;b", "*"):
+        assert shlex.split(f"down {shell_word(Path(root))}") == ["down", root]
 
 
 @pytest.mark.parametrize("at", [float("nan"), float("inf"), 1e300, -1e18])
