@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ from rolloutmq.schemas.errors import (
     RunDirInUseError,
     WorkersFailedError,
 )
-from rolloutmq.schemas.printable import printable, printable_lines
+from rolloutmq.schemas.printable import error_line, error_text, printable, printable_lines
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,11 @@ class LogFormatter(logging.Formatter):
         return printable(super().formatMessage(record))
 
     def formatException(self, ei: Any) -> str:  # noqa: N802
-        return indent(printable_lines(super().formatException(ei)), "  ")
+        try:
+            text = super().formatException(ei)
+        except BaseException:  # noqa: BLE001 - it reads attributes of the error, which may be a user's code
+            text = "".join([*traceback.format_tb(ei[2]), error_line(ei[1])])
+        return indent(printable_lines(text), "  ")
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
@@ -242,7 +247,4 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _one_line(error: BaseException) -> str:
-    text = printable(" ".join(str(error).split()))
-    if isinstance(error, RolloutMQError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return printable(error_text(error) if isinstance(error, RolloutMQError) else error_line(error))

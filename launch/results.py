@@ -31,7 +31,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.lives import Life
-from rolloutmq.schemas.printable import printable_lines
+from rolloutmq.schemas.printable import printable_lines, shell_word
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.services.broker.journal.format.events import Accepted, GroupSnapshot, GroupState
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
@@ -240,11 +240,12 @@ def conclude(
 
 def _command(config: RunConfig, layout: RunLayout) -> str:
     """Return the command that continues a run."""
+    root = shell_word(layout.root)
     if config.gateway.enabled and not config.trainer.enabled:
-        return "up CONFIG --resume" if config.environment else f"gateway --run-dir {layout.root}"
+        return "up CONFIG --resume" if config.environment else f"gateway --run-dir {root}"
     if not layout.log("up").exists():
-        return f"broker --run-dir {layout.root}"
-    return f"up CONFIG --run-dir {layout.root} --resume"
+        return f"broker --run-dir {root}"
+    return f"up CONFIG --run-dir {root} --resume"
 
 
 def _lives(layout: RunLayout) -> list[Life]:
@@ -406,7 +407,7 @@ def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
     )
     if summary["groups_trained"] is None:
         yield f"groups     {summary['groups_accepted']} accepted: {summary['groups_settled']} to your trainer, {rest}"
-        yield f"           `rolloutmq ledger verify {layout.root}` shows their states"
+        yield f"           `rolloutmq ledger verify {shell_word(layout.root)}` shows their states"
         return
     yield (
         f"groups     {summary['groups_accepted']} accepted: {summary['groups_trained']} trained, "
@@ -415,6 +416,6 @@ def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
     if summary["groups_evaluated"]:
         yield f"           and {summary['groups_evaluated']} for evaluation"
     if summary["groups_trained_twice"] is None:
-        yield f"           of the broker's ledger; `rolloutmq ledger verify {layout.root}` checks it"
+        yield f"           of the broker's ledger; `rolloutmq ledger verify {shell_word(layout.root)}` checks it"
         return
     yield f"           {summary['groups_lost']} lost, {summary['groups_trained_twice']} trained twice"

@@ -26,6 +26,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
 from rolloutmq.schemas.files import EndNotice, RunLayout
 from rolloutmq.schemas.lives import Life
+from rolloutmq.schemas.printable import shell_word
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.read.trim import trim
@@ -240,9 +241,8 @@ def find_run(given: Path | None, *, living: bool = True) -> Path:
     dead = [layout for layout in layouts if layout.owner.exists()]
     hint = "start one with `rolloutmq up CONFIG`"
     if dead:
-        hint = (
-            f"{dead[0].root} is dead, its launcher was killed: clean up with `rolloutmq down {dead[0].root}`"
-        )
+        root = dead[0].root
+        hint = f"{root} is dead, its launcher was killed: clean up with `rolloutmq down {shell_word(root)}`"
     elif layouts:
         latest = max(layouts, key=lambda layout: layout.config.stat().st_mtime).root
         hint += f", or name a run directory (latest: {latest})"
@@ -262,10 +262,14 @@ def require_active(run_dir: Path, *, nothing: str = "there is nothing to change"
     layout = RunLayout(run_dir)
     fate = fate_of(layout)
     if fate.life is RunLiveness.ENDED:
-        again = f"rolloutmq broker --run-dir {run_dir}" if fate.by_hand else "rolloutmq up CONFIG --resume"
+        again = (
+            f"rolloutmq broker --run-dir {shell_word(run_dir)}"
+            if fate.by_hand
+            else "rolloutmq up CONFIG --resume"
+        )
         raise MissingError(f"{run_dir}", f"`{again}` continues it", f"has ended ({fate.told}), so {nothing}")
     if fate.life is RunLiveness.DEAD and not fate.broker:
-        remedy = f"clean up with `rolloutmq down {run_dir}`"
+        remedy = f"clean up with `rolloutmq down {shell_word(run_dir)}`"
         raise MissingError(f"{run_dir}", remedy, f"is dead ({fate.told}), so {nothing}")
     return run_dir
 

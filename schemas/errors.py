@@ -357,13 +357,13 @@ class RunDirInUseError(ResourceError):
         self.since = since
 
     def __str__(self) -> str:
-        from rolloutmq.schemas.printable import moment  # not for everybody who imports an error
+        from rolloutmq.schemas.printable import moment, shell_word  # not for everybody who imports an error
 
         when = f" since {moment(self.since)}" if self.since else ""
         who = f"process {self.pid} ({self.owner})" if self.pid else self.owner
         return (
-            f"run directory {self.path} is in use by {who}{when}; stop that run with `rolloutmq down {self.path}`, "
-            "or choose another run directory"
+            f"run directory {self.path} is in use by {who}{when}; stop that run with "
+            f"`rolloutmq down {shell_word(self.path)}`, or choose another run directory"
         )
 
 

@@ -345,12 +345,13 @@ class Group:
 
         Args:
             group_id: Unique in the run; 1 to 128 characters.
-            tokens: Token ids `[n][length]`, prompt and answer.
-            mask: Loss mask `[n][length]`: bools, 0 and 1, or labels with -100 where nothing is learned.
+            tokens: Token ids `[n][length]`, prompt and answer; none is negative.
+            mask: Loss mask `[n][length]`: bools, 0 and 1, or labels: -100 where nothing is learned, and any other
+                integer where something is.
             scores: Rewards `[n]`, finite.
             oldest: Policy version of the first sampled token. None: the newest version that the producer knew when
                 the rollout began.
-            newest: Policy version of the last sampled token. None: `oldest`.
+            newest: Policy version of the last sampled token, at least `oldest`. None: `oldest`.
             started_at: Start of the rollout, wall-clock seconds since the epoch.
             finished_at: Time of scoring, wall-clock seconds since the epoch.
             task: Id of the submitted task that the group answers.
@@ -388,6 +389,7 @@ class Group:
         )
         group.check()
         check_token_values(group)
+        check_versions(oldest, newest)
         return group
 
     def check(self) -> None:
@@ -491,6 +493,20 @@ class Group:
             (row, f"{scores[row]:.4g}", len(ids), sampled[row], _ids(ids)) for row, ids in enumerate(tokens)
         )
         return html_table(self._title, ("", "score", "tokens", "sampled", "token ids"), rows, self.sequences)
+
+
+def check_versions(oldest: PolicyVersion | None, newest: PolicyVersion | None, where: str = "") -> None:
+    """Check the policy versions of the first and the last sampled token, as far as given; `where` begins the error.
+
+    Raises:
+        InvalidGroupError: The first is newer.
+    """
+    if oldest is not None and newest is not None and oldest > newest:
+        raise InvalidGroupError(
+            "oldest",
+            f"{where}must not be newer than newest {newest.incarnation}.{newest.step} "
+            f"(got {oldest.incarnation}.{oldest.step})",
+        )
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,6 +9,7 @@ import html
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import islice
+from shlex import quote
 from typing import Final
 
 _CONTROLS: Final = (*range(0x20), *range(0x7F, 0xA0))
@@ -34,6 +35,25 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Return text with its newlines and tabs, and without other control characters, in valid UTF-8."""
     return text.translate(_ESCAPES_IN_LINES)
+
+
+def error_text(error: BaseException) -> str:
+    """Return the text of an error in one line, empty if it has none. Its `__str__` may be anybody's code, and raise."""
+    try:
+        return " ".join(str(error).split())
+    except BaseException as failure:  # noqa: BLE001 - the error is told in any case
+        return f"<no text, its __str__ raised {type(failure).__name__}>"
+
+
+def error_line(error: BaseException) -> str:
+    """Return type and text of an error in one line."""
+    text = error_text(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def shell_word(value: object) -> str:
+    """Return a text or a path as one word of a shell, for commands that people copy."""
+    return quote(str(value))
 
 
 def moment(at: float, precision: str = "seconds") -> str:

@@ -1,12 +1,19 @@
-"""Values that no trainer could use at the trained tokens of a group. Pure.
+"""Values of a group that no trainer could use. Pure.
+
+Of all tokens:
+
+    tokens                              not negative
+    mask                                whole numbers: 0 and 1, or labels
+
+Of the trained tokens:
 
     inference_logprobs, ref_logprobs    finite, and at most `LOGPROB_MAX`: a sampled token has a probability above 0
     advantages                          finite
     temperatures                        finite, and not negative; 0 is greedy
 
-Any value may stand at a token that the loss does not use: environments write placeholders such as 1.0 there. Only the
-builder of a group checks values, because a checksum protects them afterwards. The trainer checks the teacher's columns:
-what they may hold depends on its loss.
+Any of these may be unusable at a token that the loss does not use: environments write placeholders such as 1.0 there.
+Only the builder of a group checks values, because a checksum protects them afterwards. The trainer checks the teacher's
+columns: what they may hold depends on its loss.
 """
 
 from collections.abc import Mapping
@@ -42,7 +49,8 @@ _RANGES: Final[Mapping[str, _Range]] = {
 
 
 def check_token_values(group: Masked) -> None:
-    """Raise InvalidGroupError, naming row and token, if a trained token has an unusable value."""
+    """Raise InvalidGroupError, naming row and token, if a token has an unusable value."""
+    _check_ids_and_mask(group.columns["tokens"], group.columns["mask"])
     for name, column in group.columns.items():
         wanted = _RANGES.get(name)
         if wanted is None or _all_within(column, wanted):
@@ -51,11 +59,26 @@ def check_token_values(group: Masked) -> None:
         outside = ~((values >= wanted.low) & (values <= wanted.high)) & trained_tokens(group)
         if outside.any():
             at = int(np.argmax(outside))
-            row, token = _place(column, at)
-            raise InvalidGroupError(
-                name,
-                f"row {row}, token {token}: must be {wanted.rule} where the mask trains (got {values[at]})",
-            )
+            raise _unusable(name, column, at, f"{wanted.rule} where the mask trains")
+
+
+def _check_ids_and_mask(tokens: Any, mask: Any) -> None:
+    ids: NDArray[Any] = tokens.values
+    if ids.dtype.kind == "i" and ids.size and np.minimum.reduce(ids) < 0:
+        raise _unusable("tokens", tokens, int(np.argmax(ids < 0)), "not negative")
+    if mask.values.dtype.kind in "iub" and mask.dtype is not Dtype.BF16:
+        return
+    marks = mask.numbers()
+    whole = np.isfinite(marks) & (marks == np.trunc(marks))
+    if not whole.all():
+        raise _unusable("mask", mask, int(np.argmin(whole)), "0, 1 or an integer label")
+
+
+def _unusable(name: str, column: Any, at: int, rule: str) -> InvalidGroupError:
+    """Return the error about a flat value."""
+    row, token = _place(column, at)
+    values = column.numbers() if column.dtype is Dtype.BF16 else column.values
+    return InvalidGroupError(name, f"row {row}, token {token}: must be {rule} (got {values[at]})")
 
 
 def _all_within(column: Any, wanted: _Range) -> bool:

@@ -30,6 +30,7 @@ from rolloutmq.bus.files import decode_json, private_fd
 from rolloutmq.schemas.address import is_loopback
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.printable import shell_word
 
 if TYPE_CHECKING:  # the models of the configuration take long to load, and other servers need only addresses
     from rolloutmq.schemas.config.broker import BrokerConfig
@@ -88,7 +89,7 @@ def claim(layout: RunLayout) -> Iterator[int]:
 def _way_to_stop(layout: RunLayout, pid: int) -> str:
     """Return how to stop the broker that holds a run directory: `down` ends only a run that a launcher owns."""
     if not pid or layout.owner.exists():
-        return f"stop that run with `rolloutmq down {layout.root}`"
+        return f"stop that run with `rolloutmq down {shell_word(layout.root)}`"
     if pid == os.getpid():
         return "stop that broker in this process, a LocalBroker with its `stop()`"
     return f"end that broker, which was started by hand, with `kill {pid}`"

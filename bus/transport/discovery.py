@@ -22,7 +22,7 @@ from rolloutmq.bus.transport.sockets import Context
 from rolloutmq.schemas.errors import BrokerUnavailableError, MalformedError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.lives import Life
-from rolloutmq.schemas.printable import printable
+from rolloutmq.schemas.printable import printable, shell_word
 from rolloutmq.schemas.wire.replies import InfoReply, Reply
 from rolloutmq.schemas.wire.requests import GetInfo, Request
 
@@ -84,11 +84,11 @@ def _no_broker(layout: RunLayout) -> tuple[str, str]:
         why = f": {printable(reason)}" if isinstance(reason, str) else ""
         return "ended", (
             f"the run in {layout.root} has ended{why}; continue it with "
-            f"`rolloutmq up CONFIG --run-dir {layout.root} --resume`"
+            f"`rolloutmq up CONFIG --run-dir {shell_word(layout.root)} --resume`"
         )
     return "no address", (
-        f"{layout.endpoints} does not exist; start a broker with `rolloutmq broker --run-dir {layout.root}`, or "
-        "correct the path"
+        f"{layout.endpoints} does not exist; start a broker with "
+        f"`rolloutmq broker --run-dir {shell_word(layout.root)}`, or correct the path"
     )
 
 

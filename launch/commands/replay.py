@@ -9,6 +9,7 @@ import typer
 from rolloutmq.bus.rundir import read_run, write_json
 from rolloutmq.launch.rundir import claimed, clear
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.printable import shell_word
 from rolloutmq.services.broker.replay.core import replay_config
 from rolloutmq.services.broker.server import replay as serve
 
@@ -35,7 +36,7 @@ def replay(recorded: Path, run_dir: Path) -> int:
     with claimed(run_dir, secrets.token_hex(8), resume=False) as layout:
         write_json(layout.config, resolved)
         typer.echo(
-            f"replaying {recorded}; train with `rolloutmq trainer --run-dir {os.path.relpath(layout.root)}`"
+            f"replaying {recorded}; train with `rolloutmq trainer --run-dir {shell_word(os.path.relpath(layout.root))}`"
         )
         code = serve(recorded.resolve(), layout.root)
         clear(resolved, layout)

@@ -33,7 +33,7 @@ from rolloutmq.schemas.config.live_settings import split
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, RefusedError, UsageError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target
-from rolloutmq.schemas.printable import printable_lines
+from rolloutmq.schemas.printable import printable_lines, shell_word
 from rolloutmq.schemas.process import python_command
 from rolloutmq.schemas.wire.control import (
     Drain,
@@ -100,7 +100,8 @@ def down(run_dir: Path, *, at_once: bool = False) -> int:
         _await_end(layout, pidfd)
     except KeyboardInterrupt:
         return complain(
-            f"run {layout.root} is still ending; to kill it: rolloutmq down {run_dir} --now", INTERRUPTED
+            f"run {layout.root} is still ending; to kill it: rolloutmq down {shell_word(run_dir)} --now",
+            INTERRUPTED,
         )
     finally:
         os.close(pidfd)

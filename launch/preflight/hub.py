@@ -42,6 +42,8 @@ LEFT_OUT: Final = ("*/*", "consolidated*")
 CARD: Final = "README.md"
 """Its header names the files of each split."""
 EVERYTHING: Final = ("*",)
+WAITS: Final = ("connect", "read", "write", "pool")
+"""What a request waits for, as its HTTP client names it."""
 
 
 @dataclass(frozen=True)
@@ -237,14 +239,19 @@ def _require_weights(model: HubSource, directory: Path) -> None:
 
 
 def _snapshot(model: HubSource, patterns: Sequence[str]) -> Path:
-    """Fetch files of one commit, and return its directory in the cache."""
+    """Fetch files of one commit, and return its directory in the cache.
+
+    A hub that is silent for HF_HUB_DOWNLOAD_TIMEOUT, by default 10 s, is down: what is whole in the cache is used then.
+    """
     from huggingface_hub import (
         close_session,
+        get_session,
         snapshot_download,
     )  # takes a moment, and only a model of a hub needs it
 
     _show_progress_on_a_terminal()
     try:
+        get_session().event_hooks["request"].append(_limit)
         return Path(
             snapshot_download(
                 model.name,
@@ -258,6 +265,16 @@ def _snapshot(model: HubSource, patterns: Sequence[str]) -> Path:
         raise _explained(model, error) from error
     finally:
         close_session()  # a launcher lives for hours, and its connections would, too
+
+
+def _limit(request: Any) -> None:
+    """Limit the waits of an HTTP request that has no limit, such as the one for the commit of a revision."""
+    from huggingface_hub import constants
+
+    given = request.extensions.get("timeout", {})
+    request.extensions["timeout"] = {
+        wait: constants.HF_HUB_DOWNLOAD_TIMEOUT if given.get(wait) is None else given[wait] for wait in WAITS
+    }
 
 
 def _show_progress_on_a_terminal() -> None:

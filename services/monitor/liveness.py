@@ -11,6 +11,7 @@ import msgspec
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.printable import shell_word
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.process.identity import alive, boot_id
 
@@ -65,7 +66,7 @@ class Fate:
                 how = "was of another boot or machine" if self.elsewhere else "was killed"
                 return (
                     f"the run in {layout.root} is dead: its launcher, process {self.launcher}, {how}{left}; "
-                    f"clean up with `rolloutmq down {layout.root}`"
+                    f"clean up with `rolloutmq down {shell_word(layout.root)}`"
                 )
             case RunLiveness.ABSENT:
                 killed = endpoints_of(layout)  # a broker that ends in order removes them
@@ -73,8 +74,7 @@ class Fate:
                     return f"no broker runs in {layout.root}"
                 return (
                     f"no broker runs in {layout.root}: its process {killed.pid} has ended, or is of another machine "
-                    "or container; "
-                    f"continue with `rolloutmq broker --run-dir {layout.root}`"
+                    f"or container; continue with `rolloutmq broker --run-dir {shell_word(layout.root)}`"
                 )
 
     @property

@@ -79,6 +79,8 @@ WAITING_FIRST_S: Final = 2.0
 WAITING_SAID_S: Final = 30.0
 """Time after which programs that wait for the gateway are reported first, and the interval from then on."""
 
+VERDICT_S: Final = 3.0
+"""Longest wait, once all workers of an environment are given up, for the broker to tell what it accepted of them."""
 ENDED_S: Final = 60.0
 """Time an ended worker is remembered: the broker may still report it."""
 
@@ -335,6 +337,7 @@ class Orchestrator:
 
     def _believe(self, heard: Heard) -> None:
         """Note who is ready and has done work, end workers that report a failure, and follow drains by others."""
+        self._believe_accepted()
         views, age_s = self._workers.views(), time.monotonic() - self._client.heard_at
         for name, status in heard.items():
             if status.produced:
@@ -347,6 +350,13 @@ class Orchestrator:
             elif status.draining and views[name].phase is Phase.RUNNING:
                 # The drain request suffices: a hanging worker never reports draining, and is ended at the deadline.
                 self._workers.retire(name, self._drain_ladder(name), "drained by somebody else")
+
+    def _believe_accepted(self) -> None:
+        """Note the environments whose groups the broker has accepted: a worker may die before a heartbeat says so."""
+        for lane in () if self._client.pressure is None else self._client.pressure.lanes:
+            # Of this life of the broker: a resumed run may have another environment under the same name.
+            if lane.accepted_sequences:
+                self._workers.prove(lane.env)
 
     def _end_hanging(self, heard: Heard) -> None:
         """Kill the workers that hang; they are restarted."""
@@ -398,11 +408,14 @@ class Orchestrator:
     def _raise_if_failed(self, table: WorkerTable) -> None:
         crew = table.mine(self._workers.views())
         if (
-            crew
-            and not self._workers.is_proven(table.env)
-            and all(view.phase is Phase.FATAL for view in crew)
+            not crew
+            or self._workers.is_proven(table.env)
+            or any(one.phase is not Phase.FATAL for one in crew)
         ):
-            last = max(crew, key=lambda view: view.since)
+            return
+        last = max(crew, key=lambda view: view.since)
+        # The broker may have accepted a group that its last message did not count yet.
+        if self._client.heard_at > last.since or time.monotonic() - last.since > VERDICT_S:
             raise WorkersFailedError(table.env, last.name, last.reason)
 
     def _take_bounds(self) -> None:

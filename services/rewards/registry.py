@@ -14,6 +14,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.printable import error_line, error_text
 from rolloutmq.services.rewards.builtin import BUILTIN
 from rolloutmq.services.rewards.raters import Rater
 
@@ -73,9 +74,7 @@ def make_rater(key: str, name: str, options: Mapping[str, Any]) -> Rater:
         try:
             factory = _installed()[name].load()
         except Exception as error:
-            raise ConfigError(
-                f"{key}.rater", f"loading {name} raised {type(error).__name__}: {error}"
-            ) from error
+            raise ConfigError(f"{key}.rater", f"loading {name} raised {error_line(error)}") from error
     try:
         inspect.signature(factory).bind(**options)
     except TypeError as error:
@@ -83,7 +82,7 @@ def make_rater(key: str, name: str, options: Mapping[str, Any]) -> Rater:
     try:
         return factory(**options)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{key}.options", str(error)) from None
+        raise ConfigError(f"{key}.options", error_text(error)) from None
 
 
 def check_function(key: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:

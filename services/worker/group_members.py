@@ -11,6 +11,7 @@ import random
 from inspect import isawaitable
 from typing import Any
 
+from rolloutmq.schemas.printable import error_line
 from rolloutmq.schemas.wire.tasks import GIVEN
 from rolloutmq.services.worker.environment import MemberEnvironment
 from rolloutmq.services.worker.policy import Policy
@@ -91,7 +92,7 @@ async def _member(
     try:
         return await environment.member(policy, task, rng)
     except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+        raise RuntimeError(error_line(error)) from error
 
 
 async def drawn(environment: MemberEnvironment[Any], rng: random.Random, index: int = GIVEN) -> Any:

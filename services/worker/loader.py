@@ -26,7 +26,7 @@ from rolloutmq.schemas.config.command import problem_of_secrets, resolved, secre
 from rolloutmq.schemas.config.environment import DatasetConfig, EnvironmentConfig
 from rolloutmq.schemas.config.rewards import RewardsConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.printable import printable
+from rolloutmq.schemas.printable import error_line, printable
 from rolloutmq.services.rewards.ensemble import Ensemble
 from rolloutmq.services.rewards.raters import Rater
 from rolloutmq.services.rewards.registry import check_rater
@@ -242,5 +242,4 @@ def _check_options(key: str, kind: type[Any], options: Mapping[str, Any]) -> Non
 
 
 def _described(error: BaseException) -> str:
-    text = printable(without_secrets(" ".join(str(error).split())))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return printable(without_secrets(error_line(error)))

@@ -8,7 +8,6 @@ rewritten, so the trainer reads exactly the tokens that the policy read.
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from math import isfinite
 from typing import Any, Final
 
@@ -16,7 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.errors import InvalidGroupError, UsageError
-from rolloutmq.schemas.group import COLUMN_DEPTH, OPAQUE_COLUMNS, RATERS, Column, Group, numpy_dtype
+from rolloutmq.schemas.group import (
+    COLUMN_DEPTH,
+    OPAQUE_COLUMNS,
+    RATERS,
+    Column,
+    Group,
+    check_versions,
+    numpy_dtype,
+)
 from rolloutmq.schemas.token_values import check_token_values
 from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
 from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
@@ -65,7 +72,7 @@ class Trajectory:
 
     Attributes:
         token_ids: Given and sampled tokens.
-        mask: True where the policy sampled the token and is to learn from it.
+        mask: True where the policy sampled the token and is to learn from it; or 1, and 0 elsewhere.
         logprobs: Log-probability at sampling, in nats; 0 for given tokens.
         score: Reward, a finite number. A rollout must give each of its trajectories one; until then it is NaN.
         oldest, newest: Policy versions of the first and the last sampled token, as completions have them. None: the
@@ -286,6 +293,8 @@ def group_of(
     )
     group.check()
     check_token_values(group)
+    for row, one in enumerate(trajectories):
+        check_versions(one.oldest, one.newest, f"sequence {row}: ")
     return group
 
 
@@ -313,14 +322,40 @@ def _span(
 
 
 def _ragged(name: str, dtype: Dtype, rows: list[Any]) -> Column:
-    """Join the rows of a column, converted to the type it has on the wire."""
+    """Join the rows of a column, converted to the type it has on the wire; no value becomes another by that."""
     kind = numpy_dtype(dtype)
+    wanted = f"each row must be a sequence of {kind.name}"
     try:
-        lengths = np.fromiter(map(len, rows), np.uint32, len(rows))
-        values = np.fromiter(chain.from_iterable(rows), kind, int(lengths.sum()))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidGroupError(name, f"each row must be a sequence of {kind.name}: {error}") from None
-    return Column(dtype, values, (lengths,))
+        built = Column.build(name, [_listed(row) for row in rows], 1)
+    except InvalidGroupError as error:
+        raise InvalidGroupError(name, f"{wanted}: {error.problem}") from None
+    except TypeError as error:
+        raise InvalidGroupError(name, f"{wanted}: {error}") from None
+    if unfit := _unfit(kind, built.values):
+        raise InvalidGroupError(name, f"{wanted} (got {unfit})")
+    with np.errstate(over="ignore"):  # a placeholder may be beyond float32
+        values = built.values.astype(kind, copy=False)
+    return Column(dtype, values, built.lengths)
+
+
+def _listed(row: Any) -> Any:
+    """Return a row as a list, a tuple or an array; tensors and series have a method for it."""
+    if isinstance(row, list | tuple | np.ndarray):
+        return row
+    return row.tolist() if hasattr(row, "tolist") else list(row)
+
+
+def _unfit(kind: np.dtype[Any], values: NDArray[Any]) -> str:
+    """Return what a conversion to this type would change, or an empty string: a value, or the type of all."""
+    if not values.size or kind.kind == "f" or values.dtype == kind:
+        return ""
+    if kind.kind == "b":
+        fits = (values == 0) | (values == 1)
+    elif values.dtype.kind in "iu":
+        fits = values == values.astype(kind)
+    else:
+        return str(values.dtype)
+    return "" if fits.all() else str(values[np.argmin(fits)])
 
 
 def _temperatures(trajectories: Sequence[Trajectory]) -> dict[str, Column]:

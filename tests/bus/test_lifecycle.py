@@ -101,6 +101,20 @@ def test_the_lines_of_a_traceback_are_indented_and_printable() -> None:
     assert "\x1b" not in "".join(rest)
 
 
+class AnswerError(Exception):
+    def __getattr__(self, name: str) -> object:
+        return {"detail": 429}[name]
+
+
+def test_an_error_whose_attributes_raise_ends_no_process_that_logs_it() -> None:
+    try:
+        raise AnswerError
+    except AnswerError as error:
+        *_, raised, last = logged("failed", error=error)
+    assert "raise AnswerError" in raised
+    assert last.strip() == "AnswerError"
+
+
 def test_the_reason_of_a_failure_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
     log_failure("test", MissingError("\x1b[2J", f"see{FORGED}"))
     assert capsys.readouterr().err.splitlines()[-1].startswith(r"error: \u001b[2J is missing: see 2026")

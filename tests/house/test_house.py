@@ -120,3 +120,16 @@ def test_every_promise_names_tests_that_exist() -> None:
         assert (ROOT / path).exists(), named
         function = test.partition("[")[0].rpartition("::")[2]
         assert not function or f"def {function}(" in (ROOT / path).read_text(), named
+
+
+UNQUOTED = re.compile(r"rolloutmq [^`\n]*\{(?!shell_word\()[^}]*(?:root|run_dir|path)\b[^}]*\}")
+
+
+@pytest.mark.parametrize("floor", FLOORS)
+def test_directories_in_commands_that_people_copy_are_quoted(floor: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {match.group()}"
+        for path in sorted((ROOT / floor).rglob("*.py"))
+        for match in UNQUOTED.finditer(path.read_text("utf-8"))
+    ]
+    assert found == []

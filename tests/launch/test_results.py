@@ -327,6 +327,8 @@ def test_report_of_a_broker_started_by_hand_names_no_launcher(layout: RunLayout)
     told = report(layout).stdout
     assert "ended      its broker, which was started by hand, has ended\n" in told
     assert f"continue with `rolloutmq broker --run-dir {layout.root}`" in told
+    spaced = RunLayout(layout.root.rename(layout.root.parent / "my run"))
+    assert f"continue with `rolloutmq broker --run-dir '{spaced.root}'`" in report(spaced).stdout
     assert "up" not in told.replace("group", "")
 
 

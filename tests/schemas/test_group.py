@@ -134,6 +134,8 @@ def test_what_cannot_be_a_column_is_said(data: Any, depth: int | None) -> None:
         ("task", {"task": "\udfff"}),
         ("task", {"task": None}),
         ("oldest", {"oldest": PolicyVersion(0, -1)}),
+        ("oldest", {"oldest": PolicyVersion(0, 9), "newest": PolicyVersion(0, 3)}),
+        ("oldest", {"oldest": PolicyVersion(1, 3), "newest": PolicyVersion(0, 9)}),
         ("oldest", {"oldest": PolicyVersion(0, 1 << 62 | 1)}),
         ("newest", {"newest": 3}),
         ("started_at", {"started_at": math.nan}),

@@ -1,15 +1,20 @@
 import json
+import shlex
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from rolloutmq.schemas.printable import (
     HTML_CHARS,
     HTML_ROWS,
+    error_line,
+    error_text,
     html_table,
     moment,
     printable,
     printable_lines,
+    shell_word,
 )
 
 FORGED = "x\n2026-01-01 00:00:00.000 INFO broker all is well"
@@ -39,6 +44,49 @@ def test_json_stays_json() -> None:
     shown = printable_lines(json.dumps(value, ensure_ascii=False, indent=1))
     assert json.loads(shown) == value
     assert shown.isascii()
+
+
+class LackingError(Exception):
+    def __str__(self) -> str:
+        return str(self.args[7])
+
+
+class RecursiveError(Exception):
+    def __str__(self) -> str:
+        return str(self)
+
+
+class NumericError(Exception):
+    def __str__(self) -> str:
+        return 5  # type: ignore[return-value]
+
+
+class ExitingError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("a\n\tb"), "ValueError: a b"),
+        (KeyError(), "KeyError"),
+        (SystemExit(2), "SystemExit: 2"),
+        (LackingError(), "LackingError: <no text, its __str__ raised IndexError>"),
+        (RecursiveError(), "RecursiveError: <no text, its __str__ raised RecursionError>"),
+        (NumericError(), "NumericError: <no text, its __str__ raised TypeError>"),
+        (ExitingError(), "ExitingError: <no text, its __str__ raised SystemExit>"),
+    ],
+)
+def test_an_error_has_a_line_even_if_its_own_text_raises(error: BaseException, line: str) -> None:
+    assert error_line(error) == line
+    assert error_text(error) == line.partition(": ")[2]
+
+
+def test_a_path_is_one_word_of_a_shell() -> None:
+    assert shell_word(Path("runs/mine-1")) == "runs/mine-1"
+    for root in ("live run", "it's", "$HOME/a;b", "*"):
+        assert shlex.split(f"down {shell_word(Path(root))}") == ["down", root]
 
 
 @pytest.mark.parametrize("at", [float("nan"), float("inf"), 1e300, -1e18])

@@ -25,6 +25,24 @@ def test_an_impossible_logprob_is_refused_with_its_row(name: str, bad: float, dt
         build(**{name: rows})
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.int64])
+@pytest.mark.parametrize("mask", [[[0, 1], [0, 1]], [[-100, 2], [-100, -100]]])
+def test_a_negative_token_is_refused_wherever_it_stands(dtype: type, mask: Any) -> None:
+    with pytest.raises(InvalidGroupError, match=r"column tokens: row 1, token 1: must be .*\(got -3\)"):
+        Group.build("g", tokens=np.array([[1, 2], [3, -3]], dtype), mask=mask, scores=[0, 1])
+
+
+@pytest.mark.parametrize("bad", [0.5, math.nan, math.inf])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_a_mask_that_is_neither_marks_nor_labels_is_refused(bad: float, dtype: type) -> None:
+    rows: Any = [np.array([0, 1, 1], dtype), np.array([bad, 1], dtype)]
+    with pytest.raises(InvalidGroupError, match=rf"column mask: row 1, token 0: must be .*\(got {bad}\)"):
+        build(rows)
+    half = np.array([0, 1, 1, 0, 0.5], np.float32).view(np.uint32) >> 16
+    with pytest.raises(InvalidGroupError, match=r"column mask: row 1, token 1: must be .*\(got 0.5\)"):
+        build(Column(Dtype.BF16, half.astype(np.uint16), (np.array([3, 2], np.uint32),)))
+
+
 @pytest.mark.parametrize(
     ("name", "bad"),
     [

@@ -11,7 +11,7 @@ import msgspec
 
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.printable import printable_lines
+from rolloutmq.schemas.printable import printable_lines, shell_word
 from rolloutmq.services.monitor.liveness import Fate
 from rolloutmq.services.monitor.text import format
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
@@ -71,7 +71,7 @@ def ended_text(layout: RunLayout, fate: Fate, summary: Mapping[str, Any] | None)
     if seen.groups_accepted is not None:
         rows.append(("groups", f"accepted {seen.groups_accepted} = {_by_state(seen)}"))
     rows += [("health", name) for name in seen.findings]
-    rows.append(("more", f"rolloutmq report {layout.root}"))
+    rows.append(("more", f"rolloutmq report {shell_word(layout.root)}"))
     return "\n".join(f"{label:<{LABEL_CHARS}}{text}" for label, text in rows)
 
 

@@ -22,7 +22,7 @@ from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.printable import printable_lines
+from rolloutmq.schemas.printable import printable_lines, shell_word
 from rolloutmq.schemas.wire.envelope import Message
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.text.exit_codes import (
@@ -148,7 +148,7 @@ def _missing(layout: RunLayout) -> str:
     if endpoints_of(layout) is None:
         return (
             f"no broker serves {layout.root} ({layout.endpoints} does not exist); start a run with "
-            f"`rolloutmq up CONFIG --run-dir {layout.root}`, or correct the path"
+            f"`rolloutmq up CONFIG --run-dir {shell_word(layout.root)}`, or correct the path"
         )
     return f"the broker of {layout.endpoints} does not run on this machine"
 

@@ -10,6 +10,8 @@ import asyncio
 from collections.abc import Coroutine, Generator
 from typing import Any, Final
 
+from rolloutmq.schemas.printable import error_line
+
 EXITS: Final = (SystemExit, KeyboardInterrupt)
 """What asyncio lets out of a task."""
 
@@ -57,5 +59,4 @@ class _Contained(Coroutine[Any, Any, Any]):
 
 
 def _contained(error: BaseException) -> RuntimeError:
-    text = str(error)
-    return RuntimeError(f"{type(error).__name__}: {text}" if text else type(error).__name__)
+    return RuntimeError(error_line(error))

@@ -30,7 +30,7 @@ import msgspec
 from rolloutmq.bus.lifecycle import without_secrets
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import RolloutMQError
-from rolloutmq.schemas.printable import printable, printable_lines
+from rolloutmq.schemas.printable import error_line, error_text, printable, printable_lines
 from rolloutmq.services.worker.completion import Completion
 
 ERROR_CHARS: Final = 500
@@ -144,6 +144,11 @@ class _At:
     def code(self) -> CodeType:
         return self.frame.f_code
 
+    @property
+    def is_of_function(self) -> bool:
+        """Return whether its variables are those of a call; in a class or a module they are definitions."""
+        return bool(self.code.co_flags & CO_OPTIMIZED)
+
     def told(self, files: UserFiles) -> Iterator[str]:
         """Yield the place and the line of the source."""
         yield from _source(self.place(files), self.code, self.line)
@@ -193,11 +198,8 @@ def first_error(error: BaseException) -> BaseException:
 def one_line(error: BaseException) -> str:
     """Describe an error in one short line of valid UTF-8, without secrets; of an exception group, the first error."""
     error = first_error(error)
-    text = " ".join(str(error).split()).encode(errors="replace").decode()
-    kind = type(error).__name__
-    if not isinstance(error, RolloutMQError):
-        text = f"{kind}: {text}" if text else kind
-    return without_secrets(text)[:ERROR_CHARS]
+    text = error_text(error) if isinstance(error, RolloutMQError) else error_line(error)
+    return without_secrets(text.encode(errors="replace").decode())[:ERROR_CHARS]
 
 
 def frames_of(frame: FrameType | None) -> list[FrameType]:
@@ -277,8 +279,11 @@ def _failure(
 
 def _ending(error: BaseException) -> list[str]:
     if isinstance(error, RolloutMQError):
-        return [str(error)]
-    return ["".join(traceback.format_exception_only(error)).rstrip()]
+        return [error_text(error)]
+    try:
+        return ["".join(traceback.format_exception_only(error)).rstrip()]
+    except BaseException:  # noqa: BLE001 - it reads attributes of the error, which may be the user's code
+        return [error_line(error)]
 
 
 def _definition(error: BaseException, files: UserFiles) -> list[str]:
@@ -288,7 +293,7 @@ def _definition(error: BaseException, files: UserFiles) -> list[str]:
     """
     if isinstance(error, SyntaxError) and error.filename:
         return [f"{files.name(error.filename)}:{error.lineno}"]
-    code = _code_of(getattr(error, "users_function", None))
+    code = _code_of(vars(error).get("users_function"))
     if code is None or not (place := _place(code, files)):
         return []
     return [place, *_source(place, code, code.co_firstlineno)]
@@ -320,7 +325,7 @@ def _values(stack: Sequence[_At], files: UserFiles) -> Iterator[tuple[str, str]]
     told: dict[str, str] = {}
     for one in reversed(stack):
         is_caller = one.frame.f_globals.get("__name__") in CALLERS
-        if not is_caller and not files.has(one.code.co_filename):
+        if not one.is_of_function or not (is_caller or files.has(one.code.co_filename)):
             continue
         if not one.code.co_flags & CO_OPTIMIZED:  # of a module or a class: `task` is the method there
             continue
@@ -343,7 +348,7 @@ def _completion(completion: Completion) -> str:
 def _shown(value: Any) -> str:
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001 - user code may raise anything
+    except BaseException:  # noqa: BLE001 - user code may raise anything
         text = f"<{type(value).__name__} without a repr>"
     text = printable(text)
     return text if len(text) <= VALUE_CHARS else f"{text[:VALUE_CHARS]}…"

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.printable import error_line
 from rolloutmq.services.worker.environment import Prompt
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.trajectory import Trajectory
@@ -109,7 +110,8 @@ class VerifiersEnvironment(RowEnvironment[Row]):
         except Exception as error:
             logger.exception("data of an environment package failed package=%s", config.verifiers)
             raise ConfigError(
-                f"{section}.verifiers", f"the data of {config.verifiers} cannot be loaded: {error}"
+                f"{section}.verifiers",
+                f"the data of {config.verifiers} cannot be loaded: {error_line(error)}",
             ) from error
         made._check_task_count(f"{section}.task_count", config)
         return made

@@ -26,6 +26,7 @@ import numpy as np
 
 from rolloutmq.bus.lifecycle import without_secrets
 from rolloutmq.schemas.errors import ConfigError, install_remedy
+from rolloutmq.schemas.printable import error_line
 
 logger = logging.getLogger(__name__)
 
@@ -207,5 +208,4 @@ def adopt_log(level: int = logging.WARNING) -> None:
 
 def described(error: BaseException) -> str:
     """Return type and text of an error in one line, without secrets."""
-    text = without_secrets(" ".join(str(error).split()))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return without_secrets(error_line(error))

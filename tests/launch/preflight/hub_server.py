@@ -28,6 +28,7 @@ class Hub:
         truncated: Names of files of which the connection breaks after half, each time.
         shortened: Names of files that are served whole but shorter than listed.
         delay_s: Pause before each answer.
+        answers: Until it is set, requests are accepted and get no answer; those of `DEADLINE_S` ago fail with 503.
         seen: Paths of the requests, with their methods.
     """
 
@@ -39,6 +40,7 @@ class Hub:
     truncated: set[str] = field(default_factory=set)
     shortened: set[str] = field(default_factory=set)
     delay_s: float = 0.0
+    answers: threading.Event = field(default_factory=threading.Event)
     seen: list[str] = field(default_factory=list)
 
     def push(self, name: str, files: Path | Mapping[str, bytes], *, ref: str = "main") -> str:
@@ -71,6 +73,9 @@ class _Handler(BaseHTTPRequestHandler):
         hub.seen.append(f"{self.command} /{path}")
         if hub.delay_s:
             time.sleep(hub.delay_s)
+        if not hub.answers.wait(DEADLINE_S):
+            self._answer(503, b"", {}, body=body)
+            return
         for text, left in hub.failing.items():
             if left and text in path:
                 hub.failing[text] -= 1
@@ -139,6 +144,7 @@ def _entry(file: str, data: bytes) -> dict[str, Any]:
 def serving() -> Iterator[Hub]:
     """Serve an empty hub within the block."""
     hub = Hub()
+    hub.answers.set()
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         server.daemon_threads = True
@@ -148,5 +154,6 @@ def serving() -> Iterator[Hub]:
         try:
             yield hub
         finally:
+            hub.answers.set()
             server.shutdown()
             thread.join(DEADLINE_S)

@@ -156,6 +156,26 @@ def test_a_slow_hub_is_waited_for(hub: Hub, model: Path) -> None:
     assert Path(fetched(config()).model.path).is_dir()
 
 
+def test_a_hub_that_never_answers_is_given_up_for_the_cache(
+    hub: Hub, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.push(NAME, model)
+
+    def fetched_in_silence() -> str:
+        with monkeypatch.context() as patched:
+            patched.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.2)
+            hub.answers.clear()
+            try:
+                return fetched(config()).model.path
+            finally:
+                hub.answers.set()
+
+    with pytest.raises(ConfigError, match=rf"cannot be fetched from {hub.url} \(\w+Timeout: "):
+        fetched_in_silence()
+    found = fetched(config()).model.path
+    assert fetched_in_silence() == found
+
+
 def test_no_half_a_file_is_used(hub: Hub, model: Path) -> None:
     hub.push(NAME, model)
     hub.shortened.add("model.safetensors")

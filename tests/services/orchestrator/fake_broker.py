@@ -19,6 +19,7 @@ from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
 from rolloutmq.schemas.wire.control import (
     Drain,
+    LaneStatus,
     LedgerCounts,
     Pressure,
     RestartWorker,
@@ -27,6 +28,7 @@ from rolloutmq.schemas.wire.control import (
     WorkerState,
     WorkerStatus,
 )
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Ok
 from rolloutmq.services.orchestrator.server import Orchestrator
 from rolloutmq.services.process.identity import alive
@@ -59,6 +61,9 @@ class FakeBroker:
         self.states: dict[str, WorkerState] = {}
         self.wanted: dict[str, int | None] = {}
         self.produced = 0
+        """Groups that each worker reports."""
+        self.accepted = 0
+        """Sequences that it has accepted from the environment."""
         self.told: set[str] = set()
         self.in_hand: dict[str, int] = {}
         self.settings: dict[str, Setting] = {}
@@ -130,11 +135,16 @@ class FakeBroker:
             staleness_max=0,
             trainer_wait="",
             ledger=LedgerCounts(),
-            lanes=(),
+            lanes=(self._lane(),),
             workers=tuple(self._status(name, pid) for name, pid in living(self.layout).items()),
             wanted=self.wanted,
             restarts=self.restarts,
             settings=self.settings,
+        )
+
+    def _lane(self) -> LaneStatus:
+        return LaneStatus(
+            env="env", split=Split.TRAIN, weight=1.0, min_share=0.0, accepted_sequences=self.accepted
         )
 
     def _status(self, name: str, pid: int) -> WorkerStatus:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision, W
 from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.schemas.wire.control import GetStatus, RestartWorker, StatusReply, WorkerState
 from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.orchestrator import server
 from rolloutmq.services.orchestrator.server import Orchestrator
 from rolloutmq.services.orchestrator.supervision import replacement
 from rolloutmq.services.process.child import spawn
@@ -73,6 +75,64 @@ async def test_code_3_before_any_work_ends_the_run_at_once(run_dir: Path, tmp_pa
         assert isinstance(error, ExceptionGroup)
         assert isinstance(error.exceptions[0], WorkersFailedError)
         assert "env-0: exit code 3" in str(error.exceptions[0])
+
+
+SEGFAULTS = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
+
+
+async def test_a_run_whose_groups_were_accepted_goes_on_though_no_heartbeat_told_of_one(
+    run_dir: Path,
+) -> None:
+    """As with a faulty C extension: each life makes some groups, and ends before its next heartbeat."""
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config(), SEGFAULTS) as task:
+        fake.accepted = 60
+        await until(lambda: any(one.phase == "fatal" and one.due for one in known(layout).workers))
+        assert proven(layout)
+        assert not task.done()
+
+
+async def test_a_verdict_waits_for_what_the_broker_accepted(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "VERDICT_S", 600.0)
+    layout = RunLayout(run_dir)
+    async with orchestrator(layout, config(), SEGFAULTS) as task:
+        await until(lambda: [one.phase for one in known(layout).workers] == ["fatal"])
+        async with broker(layout) as fake:
+            fake.accepted = 60
+            await until(lambda: proven(layout))
+        assert not task.done()
+
+
+async def test_the_next_orchestrator_knows_that_groups_were_accepted_also_by_an_earlier_broker(
+    run_dir: Path,
+) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config(), SEGFAULTS):
+        fake.accepted = 60
+        await until(lambda: proven(layout))
+    async with broker(layout) as restarted, orchestrator(layout, config(), SEGFAULTS) as task:
+        await until(lambda: not known(layout).over and known(layout).targets != ())
+        await until(lambda: any(one.phase == "fatal" and one.due for one in known(layout).workers))
+        assert restarted.accepted == 0
+        assert proven(layout)
+        assert not task.done()
+
+
+async def test_the_next_orchestrator_asks_the_broker_what_it_accepted_from_the_earlier_workers(
+    run_dir: Path,
+) -> None:
+    """An orchestrator that was killed may not have written it."""
+    layout = RunLayout(run_dir)
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), f"{TOKEN}/orchestrator")
+    record = WorkerRecord(worker="env-0", env="env", phase="fatal", since=time.monotonic(), reason="SIGSEGV")
+    write_json(layout.supervision, Supervision(orchestrator=me, workers=(record,)))
+    async with broker(layout) as fake:
+        fake.accepted = 60
+        async with orchestrator(layout, config(), SEGFAULTS) as task:
+            await until(lambda: proven(layout))
+            assert not task.done()
 
 
 async def test_a_run_whose_workers_all_failed_goes_on_with_one_and_then_with_all(

@@ -226,6 +226,17 @@ async def nonsense(_number: int, _rng: random.Random) -> str:
     return "nonsense"
 
 
+class AnswerError(Exception):
+    """As of a client library: its text is a field that some answers lack."""
+
+    def __str__(self) -> str:
+        return {"detail": "rate limited"}["error"]
+
+
+async def textless(_number: int, _rng: random.Random) -> None:
+    raise AnswerError
+
+
 BAD = [
     (raising, "ValueError: boom again"),
     (exiting, "SystemExit: 2"),
@@ -234,6 +245,7 @@ BAD = [
     (late, "took longer than rollout_timeout_s (0.01 s)"),
     (timing_out, "TimeoutError: a tool"),
     (refused, "policy: request refused with status 400: too long"),
+    (textless, "AnswerError: <no text, its __str__ raised KeyError>"),
     (empty, "column *: rollout must return at least one Trajectory (got none)"),
     (nonsense, "column *: rollout must return a list of Trajectory (got str)"),
 ]

@@ -1,10 +1,12 @@
 """Trajectories, and the groups built from them."""
 
+from array import array
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from rolloutmq.bus.encoding.codec import decode_group, encode_group, header_of
 from rolloutmq.schemas.errors import InvalidGroupError
@@ -53,7 +55,7 @@ def test_a_group_without_versions_gets_the_one_that_its_worker_knew() -> None:
 
 def test_a_trajectory_without_versions_has_the_one_its_worker_knew_beside_others() -> None:
     """The group took the versions of the others alone, so it seemed fresher than it was."""
-    plain = Trajectory(token_ids=[1, 2], mask=[False, True], logprobs=[0.0, -0.5])
+    plain = Trajectory(token_ids=[1, 2], mask=[False, True], logprobs=[0.0, -0.5], score=0.0)
     late = replace(plain, oldest=V[4], newest=V[5])
 
     def span(*rows: Trajectory) -> tuple[PolicyVersion, PolicyVersion, bool]:
@@ -162,6 +164,37 @@ def test_a_group_survives_the_wire() -> None:
     assert "stop_reasons" not in back
 
 
+@pytest.mark.parametrize(
+    ("tokens", "mask", "logprobs"),
+    [
+        ([1, 2], [0, 1], [0, -1]),
+        ((1, 2), (False, True), (0.0, -1.0)),
+        (np.array([1, 2], np.uint8), np.array([0, 1], np.int8), np.array([0, -1])),
+        (np.array([1, 2], np.uint64), np.array([0.0, 1.0], np.float32), np.array([0, -1], np.float16)),
+        (array("q", [1, 2]), array("b", [0, 1]), array("d", [0, -1])),
+        (range(1, 3), [np.False_, np.True_], [np.float32(0), np.float32(-1)]),
+        (torch.tensor([1, 2]), torch.tensor([0.0, 1.0]), torch.tensor([0, -1], dtype=torch.bfloat16)),
+    ],
+)
+def test_rows_are_any_sequence_whose_values_fit(tokens: Any, mask: Any, logprobs: Any) -> None:
+    group = group_of("g", [Trajectory(token_ids=tokens, mask=mask, logprobs=logprobs)])
+    assert [group[name][0].tolist() for name in ("tokens", "mask", "inference_logprobs")] == [
+        [1, 2],
+        [False, True],
+        [0.0, -1.0],
+    ]
+    assert [group.columns[name].dtype for name in ("tokens", "mask", "inference_logprobs")] == [
+        Dtype.I32,
+        Dtype.BOOL,
+        Dtype.F32,
+    ]
+
+
+def test_a_placeholder_may_be_beyond_the_type_on_the_wire() -> None:
+    group = group_of("g", [sequence(logprobs=[-1e300, -1.0])])
+    assert group["inference_logprobs"][0].tolist() == [float("-inf"), -1.0]
+
+
 def sequence(**changes: Any) -> Trajectory:
     given: dict[str, Any] = {
         "token_ids": [1, 2],
@@ -185,6 +218,30 @@ def sequence(**changes: Any) -> Trajectory:
         ([sequence(token_ids=None)], "column tokens: each row must be a sequence of int32"),
         ([sequence(token_ids=["a", "b"])], "column tokens: each row must be a sequence of int32"),
         ([sequence(token_ids=[1, 1 << 40])], "column tokens: each row must be a sequence of int32"),
+        (
+            [sequence(token_ids=[1.5, 2.9])],
+            "column tokens: each row must be a sequence of int32 (got float64)",
+        ),
+        ([sequence(token_ids=np.array([1.5, 2.9], np.float32))], "a sequence of int32 (got float32)"),
+        ([sequence(token_ids=["1", "2"])], "column tokens: each row must be a sequence of int32"),
+        ([sequence(token_ids="12")], "column tokens: each row must be a sequence of int32"),
+        ([sequence(token_ids=np.array([1, (1 << 32) + 5]))], "a sequence of int32 (got 4294967301)"),
+        ([sequence(token_ids=np.array([1, (1 << 31) + 7], np.uint32))], "of int32 (got 2147483655)"),
+        ([sequence(token_ids=[1, -2])], "column tokens: row 0, token 1: must be not negative (got -2)"),
+        ([sequence(mask=["False", "True"])], "column mask: each row must be a sequence of bool"),
+        ([sequence(mask="01")], "column mask: each row must be a sequence of bool"),
+        ([sequence(mask=[0, 2])], "column mask: each row must be a sequence of bool (got 2)"),
+        ([sequence(mask=[0.0, 0.5])], "column mask: each row must be a sequence of bool (got 0.5)"),
+        ([sequence(mask=[-100, 2])], "column mask: each row must be a sequence of bool (got -100)"),
+        ([sequence(mask=[None, True])], "column mask: each row must be a sequence of bool"),
+        (
+            [sequence(logprobs=["0.0", "-1.0"])],
+            "column inference_logprobs: each row must be a sequence of float",
+        ),
+        (
+            [sequence(), sequence(oldest=V[4], newest=V[2])],
+            "column oldest: sequence 1: must not be newer than newest 0.2 (got 0.4)",
+        ),
         ([sequence(mask=[False, False])], "column mask: no token was sampled"),
         ([sequence(score=float("nan"))], "column scores: sequence 0: must be finite (got nan)"),
         ([sequence(score="good")], "column scores: sequence 0: must be a number (got 'good')"),

@@ -84,6 +84,19 @@ class Deep(Sums):
         return super().graded(text) if depth == 0 else self.graded(text, depth - 1)
 
 
+class AnswerError(Exception):
+    def __str__(self):
+        return self.body["error"]
+
+    def __getattr__(self, name):
+        return {"body": {}}[name]
+
+
+class Refused(Sums):
+    def graded(self, text):
+        raise AnswerError
+
+
 class Called:
     def __call__(self, text):
         return 0.0
@@ -191,6 +204,21 @@ def test_values_are_cut_and_one_without_a_repr_is_named(code: Any, tmp_path: Pat
         if line.startswith("task")
     )
     assert len(task) == len("task        ") + VALUE_CHARS + 1
+
+
+def test_an_error_whose_own_code_raises_has_a_report(code: Any, tmp_path: Path) -> None:
+    found = failure_of(raised(code.Refused()), UserFiles(tmp_path))
+    assert found.error == "AnswerError: <no text, its __str__ raised KeyError>"
+    assert found.where.startswith("users_sums.py:")
+    assert "    raise AnswerError\nE   AnswerError: <no text, " in found.report
+
+
+def test_the_methods_of_a_class_that_cannot_be_defined_are_no_values(tmp_path: Path) -> None:
+    source = "class Sums:\n    def task(self, rng): ...\n    def prompt(self, task) -> Nope: ...\n"
+    with pytest.raises(NameError) as caught:
+        exec(compile(source, str(tmp_path / "sums.py"), "exec"), {})
+    report = failure_of(caught.value, UserFiles(tmp_path)).report
+    assert report.endswith("E   NameError: name 'Nope' is not defined")
 
 
 def test_the_innermost_frames_are_enough(code: Any, tmp_path: Path) -> None:
