@@ -126,7 +126,6 @@ def test_rows_without_a_trained_token_are_read_for_nothing_and_may_be_empty() ->
             "inference_logprobs: required to correct for the policy's age",
         ),
         ({"tokens": [[1, 2, 32], [4, 5]]}, "tokens: ids must be from 0 to 31"),
-        ({"tokens": [[1, -2, 3], [4, 5]]}, "tokens: ids must be from 0 to 31"),
         ({"mask": [[0, 0, 0], [1, 0]]}, "mask: no trained token"),
         (
             {"inference_logprobs": [[0, 0, float("nan")], [0.0, 0.0]]},
@@ -143,6 +142,19 @@ def test_faults_are_named(columns: dict[str, Any], fault: str) -> None:
         "inference_logprobs": [[0.0, -1.0, -2.0], [0.0, -1.0]],
     }
     assert find_fault(some_group("g", [0, 1], **(good | columns)), BOUNDS) == fault
+
+
+def test_a_negative_id_is_a_fault() -> None:
+    """`Group.build` refuses it; a producer without this package may send it."""
+    group = some_group(
+        "g",
+        [0, 1],
+        tokens=[[1, 2, 3], [4, 5]],
+        mask=[[0, 1, 1], [0, 1]],
+        inference_logprobs=[[0.0, -1.0, -2.0], [0.0, -1.0]],
+    )
+    group.columns["tokens"].values[1] = -2
+    assert find_fault(group, BOUNDS) == "tokens: ids must be from 0 to 31"
 
 
 def test_a_sequence_that_the_policy_cannot_take_is_a_fault() -> None:
