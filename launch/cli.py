@@ -370,7 +370,7 @@ def tail(
 @app.command(rich_help_panel=INSPECT)
 def explain(group_id: GroupId, run_dir: ReadOption = None, as_json: Json = False) -> None:
     """Show the history of a group: origin, deliveries and outcome."""
-    from rolloutmq.launch.commands import explain
+    from rolloutmq.launch.commands.records import explain
 
     raise typer.Exit(explain.explain(to_read(run_dir), group_id, as_json=as_json))
 
@@ -383,7 +383,7 @@ def ledger_verify(
     as_json: Json = False,
 ) -> None:
     """Recompute the ledger of a run from its files, and name every group it cannot account for."""
-    from rolloutmq.launch.commands import ledger
+    from rolloutmq.launch.commands.records import ledger
 
     raise typer.Exit(ledger.verify(to_read(run, run_dir), as_json=as_json, quick=quick))
 
@@ -391,7 +391,7 @@ def ledger_verify(
 @dead.command("list")
 def dead_list(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json = False) -> None:
     """List dead groups."""
-    from rolloutmq.launch.commands import dead
+    from rolloutmq.launch.commands.records import dead
 
     raise typer.Exit(dead.show_list(to_read(run, run_dir), as_json=as_json))
 
@@ -399,7 +399,7 @@ def dead_list(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Jso
 @dead.command("show")
 def dead_show(group_id: GroupId, run_dir: ReadOption = None, as_json: Json = False) -> None:
     """Show a dead group: reason, history and columns."""
-    from rolloutmq.launch.commands import dead
+    from rolloutmq.launch.commands.records import dead
 
     raise typer.Exit(dead.show(to_read(run_dir), group_id, as_json=as_json))
 
@@ -412,7 +412,7 @@ def dead_requeue(
     as_json: Json = False,
 ) -> None:
     """Queue dead groups again in the running broker, with their failure counts reset."""
-    from rolloutmq.launch.commands import dead
+    from rolloutmq.launch.commands.records import dead
 
     where = to_change(run_dir)
     raise typer.Exit(answered(lambda: dead.requeue(where, group_ids or [], every=every), as_json=as_json))

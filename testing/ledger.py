@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from rolloutmq.launch.commands.ledger import check, recorded
+from rolloutmq.launch.commands.records.ledger import check, recorded
 from rolloutmq.schemas.errors import UsageError
 from rolloutmq.schemas.files import DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.printable import moment

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.end_to_end import scenario
 from benchmarks.end_to_end.scenario import LiveRun
 from rolloutmq.bus.evaluation.log import recorded
-from rolloutmq.launch.commands.ledger import check
+from rolloutmq.launch.commands.records.ledger import check
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 

@@ -17,7 +17,7 @@ from benchmarks.end_to_end.scenario import LiveRun
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.launch.commands.init import write_project
-from rolloutmq.launch.commands.ledger import check
+from rolloutmq.launch.commands.records.ledger import check
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout, SettledBatch

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.end_to_end import scenario
 from benchmarks.end_to_end.scenario import LiveRun, steps_logged
 from rolloutmq.bus.engine_registry import engines_of
-from rolloutmq.launch.commands.ledger import check
+from rolloutmq.launch.commands.records.ledger import check
 from rolloutmq.schemas.files import RunLayout, SettledBatch
 from rolloutmq.services.process.identity import alive, find_marked
 from rolloutmq.services.rewards.window import SharedWindow

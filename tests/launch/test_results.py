@@ -25,7 +25,7 @@ from tests.services.broker.journal.handmade import (
 
 from rolloutmq import Consumer, Producer
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.launch.commands.ledger import check
+from rolloutmq.launch.commands.records.ledger import check
 from rolloutmq.launch.results import Survey, survey, unread
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, Endpoints, RunLayout, SettledBatch

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from rolloutmq.bus.encoding.codec import decode_group
 from rolloutmq.bus.rundir import read_run
-from rolloutmq.launch.commands.ledger import recorded
+from rolloutmq.launch.commands.records.ledger import recorded
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, WireError
 from rolloutmq.schemas.files import RunLayout

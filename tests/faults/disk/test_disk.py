@@ -35,7 +35,7 @@ from rolloutmq.bus.consumer.batch import decode_groups
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.launch.commands.ledger import check
+from rolloutmq.launch.commands.records.ledger import check
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.files import RunLayout

@@ -26,7 +26,7 @@ from tests.services.broker.bench import WALL, Bench, lasting
 from tests.services.broker.journal.journals import acceptances
 
 from rolloutmq.bus.rundir import usable
-from rolloutmq.launch.commands import dead, explain, ledger
+from rolloutmq.launch.commands.records import dead, explain, ledger
 from rolloutmq.schemas.errors import (
     ConfigError,
     DamagedJournalError,

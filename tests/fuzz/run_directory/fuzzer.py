@@ -38,7 +38,7 @@ from rolloutmq.bus.transport.bindings import claim
 from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.launch import results, rundir
-from rolloutmq.launch.commands import explain, ledger
+from rolloutmq.launch.commands.records import explain, ledger
 from rolloutmq.launch.preflight.hub import sources_of
 from rolloutmq.launch.settings import load
 from rolloutmq.schemas.config.run import RunSection

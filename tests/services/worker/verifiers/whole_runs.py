@@ -7,7 +7,7 @@ from typing import Final
 from benchmarks.end_to_end import scenario
 from benchmarks.end_to_end.scenario import LiveRun
 from rolloutmq.bus.evaluation.log import recorded
-from rolloutmq.launch.commands.ledger import check
+from rolloutmq.launch.commands.records.ledger import check
 from rolloutmq.schemas.files import RunLayout
 
 WITHIN_S: Final = 500.0

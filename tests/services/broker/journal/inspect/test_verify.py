@@ -17,7 +17,7 @@ from tests.services.broker.journal.handmade import (
     version,
 )
 
-from rolloutmq.launch.commands.ledger import witness
+from rolloutmq.launch.commands.records.ledger import witness
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 from rolloutmq.services.broker.journal.format.events import (

@@ -8,7 +8,7 @@ import pytest
 from tests.services.broker.journal.handmade import Handmade, batch, began, item, ledger, settles
 from tests.services.broker.journal.other_versions import as_version, beginning, listing
 
-from rolloutmq.launch.commands.ledger import verify
+from rolloutmq.launch.commands.records.ledger import verify
 from rolloutmq.launch.commands.steer import report
 from rolloutmq.schemas.errors import DamagedFileError, RecordVersionError
 from rolloutmq.schemas.files import RunLayout

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tests.services.broker.journal.handmade import Handmade, batch, began, ledger, settles
 from tests.services.broker.journal.other_versions import as_version, listing
 
-from rolloutmq.launch.commands.explain import explain
+from rolloutmq.launch.commands.records.explain import explain
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.files import DroppedGroup
 from rolloutmq.services.broker.journal.format.events import Numbers, Pulled

@@ -10,7 +10,7 @@ import msgspec
 from rolloutmq.bus.encoding.codec import decode_group
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.launch.commands.explain import history
+from rolloutmq.launch.commands.records.explain import history
 from rolloutmq.launch.commands.steer import ANSWER_S
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout

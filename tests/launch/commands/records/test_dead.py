@@ -13,7 +13,7 @@ from tests.services.broker.journal.other_versions import as_version, listing
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.launch.commands import dead
+from rolloutmq.launch.commands.records import dead
 from rolloutmq.schemas.errors import BrokerUnavailableError, RecordVersionError
 from rolloutmq.schemas.files import Endpoints
 from rolloutmq.schemas.wire.control import Requeue, Requeued

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from rolloutmq.launch.commands.ledger import recorded
+from rolloutmq.launch.commands.records.ledger import recorded
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.services.broker.journal.inspect.explain import (
