@@ -177,7 +177,7 @@ def test_a_group_survives_the_wire() -> None:
     ],
 )
 def test_rows_are_any_sequence_whose_values_fit(tokens: Any, mask: Any, logprobs: Any) -> None:
-    group = group_of("g", [Trajectory(token_ids=tokens, mask=mask, logprobs=logprobs)])
+    group = group_of("g", [Trajectory(token_ids=tokens, mask=mask, logprobs=logprobs, score=0.0)])
     assert [group[name][0].tolist() for name in ("tokens", "mask", "inference_logprobs")] == [
         [1, 2],
         [False, True],
