@@ -1,12 +1,14 @@
 """Completion of names in a shell: runs, and the environments, workers, logs, topics and groups of a run.
 
 The names come from the files of a run, or of its configuration, alone: no process is asked, and what cannot be read has
-no names. Without `--run-dir` on the line, those of the newest run below `runs/` are offered.
+no names. A shell reads a name a line, so a name with a line break or another control character is not offered. Without
+`--run-dir` on the line, those of the newest run below `runs/` are offered.
 """
 
 import json
 import os
 import tomllib
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -27,13 +29,13 @@ def runs(incomplete: str) -> list[str]:
     typed = incomplete[: incomplete.rfind("/") + 1]
     found = {f"{RUNS}/{run.name}": run for run in _found(RUNS)}
     found |= {f"{typed}{run.name}": run for run in _found(Path(typed or "."))}
-    return sorted((name for name in found if name.startswith(incomplete)), key=lambda name: _age(found[name]))
+    return sorted(_offered(found, incomplete), key=lambda name: _age(found[name]))
 
 
 def environments(context: typer.Context, incomplete: str) -> list[str]:
     """Return the environments of the run that begin so, and `inference`."""
     names = [*_section(context, "environment"), FIRST_ENGINE]
-    return [name for name in names if name.startswith(incomplete)]
+    return list(_offered(names, incomplete))
 
 
 def configured(context: typer.Context, incomplete: str) -> list[str]:
@@ -42,7 +44,7 @@ def configured(context: typer.Context, incomplete: str) -> list[str]:
         value for value in context.params.values() if isinstance(value, Path) and value.suffix == ".toml"
     ]
     names = _environments_of(files[0]) if files else _section(context, "environment")
-    return [name for name in names if name.startswith(incomplete)]
+    return list(_offered(names, incomplete))
 
 
 def topics(context: typer.Context, incomplete: str) -> list[str]:
@@ -51,7 +53,7 @@ def topics(context: typer.Context, incomplete: str) -> list[str]:
 
     recorded = (line.get("topic") for line in _last_lines(_run(context), "metrics.jsonl"))
     names = {*HEADS, *(name for name in recorded if isinstance(name, str))}
-    return sorted(name for name in names if name.startswith(incomplete))
+    return sorted(_offered(names, incomplete))
 
 
 def groups(context: typer.Context, incomplete: str) -> list[str]:
@@ -63,21 +65,26 @@ def groups(context: typer.Context, incomplete: str) -> list[str]:
             for outcome in ("trained", "filtered", "rejected"):
                 names = line.get(outcome)
                 found |= dict.fromkeys(map(str, names) if isinstance(names, list) else ())
-    return list(islice((name for name in found if name.startswith(incomplete)), GROUPS))
+    return list(islice(_offered(found, incomplete), GROUPS))
 
 
 def workers(context: typer.Context, incomplete: str) -> list[str]:
     """Return the workers of the run that begin so."""
     found = _read(_run(context), "workers.json")
     names = [one.get("name") for one in found if isinstance(one, dict)] if isinstance(found, list) else []
-    return sorted(name for name in names if isinstance(name, str) and name.startswith(incomplete))
+    return sorted(_offered((name for name in names if isinstance(name, str)), incomplete))
 
 
 def logs(context: typer.Context, incomplete: str) -> list[str]:
     """Return the logs of the run that begin so."""
     run = _run(context)
     names = [] if run is None else [path.stem for path in (run / "logs").glob("*.log")]
-    return sorted(name for name in names if name.startswith(incomplete))
+    return sorted(_offered(names, incomplete))
+
+
+def _offered(names: Iterable[str], incomplete: str) -> Iterator[str]:
+    """Yield the names that begin so and that a line of a shell can have."""
+    return (name for name in names if name.startswith(incomplete) and name.isprintable())
 
 
 def _found(folder: Path) -> list[Path]:

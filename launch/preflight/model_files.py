@@ -5,12 +5,14 @@ small files are read, and no weights.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Final
 
 from rolloutmq.bus.tokenizer_fingerprint import FILE, MODEL_FILE, fingerprint, vocabulary
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.printable import error_text
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -42,7 +44,7 @@ def check_model(config: RunConfig, *, weights: bool) -> None:
     except ConfigError as error:
         raise ConfigError("model.path", f"{error}; save the model there again") from None
     _check_tokenizer(config)
-    if not (weights and config.trainer.enabled) or any((directory / name).is_file() for name in PICKLED):
+    if not (weights and config.trainer.enabled) or _is_pickled(directory):
         return
     if missing := missing_weights("model.path", directory, model.path):
         raise ConfigError(
@@ -64,8 +66,17 @@ def _check_tokenizer(config: RunConfig) -> None:
         raise ConfigError(key, str(error)) from None
 
 
+def _is_pickled(directory: Path) -> bool:
+    """Return whether transformers reads weights in PyTorch's format: it does if there is no other format."""
+    return not any((directory / name).is_file() for name in (SINGLE, INDEX)) and any(
+        (directory / name).is_file() for name in PICKLED
+    )
+
+
 def missing_weights(key: str, directory: Path, name: str) -> str:
     """Return the first file that the weights of a model lack in the format safetensors; empty if they are whole.
+
+    As for transformers, a file with all weights is enough, whatever an index beside it names.
 
     Args:
         key: Key of the model, for errors.
@@ -75,10 +86,32 @@ def missing_weights(key: str, directory: Path, name: str) -> str:
     Raises:
         ConfigError: The index of the files is damaged.
     """
-    needed = {SINGLE}
-    if (index := directory / INDEX).is_file():
-        try:
-            needed = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(key, f"{name}: {INDEX} is damaged: {error!r}") from None
-    return next((one for one in sorted(needed) if not (directory / one).is_file()), "")
+    if (directory / SINGLE).is_file():
+        return ""
+    if not (directory / INDEX).is_file():
+        return SINGLE
+    try:
+        needed = _indexed(directory / INDEX)
+    except (ValueError, OSError, RecursionError) as error:
+        raise ConfigError(
+            key, f"{name}: {INDEX} is damaged: {error_text(error)}; save the weights there again"
+        ) from None
+    return next((one for one in sorted(needed) if not os.path.isfile(directory / one)), "")  # noqa: PTH113 - never raises
+
+
+def _indexed(index: Path) -> set[str]:
+    """Return the files that an index of weights names.
+
+    Raises:
+        OSError: It cannot be read.
+        ValueError: It is no index.
+        RecursionError: It is nested too deep.
+    """
+    content = json.loads(index.read_bytes())
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not files:
+        raise ValueError("weight_map must name the file of each weight")
+    for weight, file in files.items():
+        if not isinstance(file, str) or not file:
+            raise ValueError(f"weight_map.{weight} must be the name of a file (got {file!r:.80})")
+    return set(files.values())

@@ -198,7 +198,7 @@ class HealthConfig(Section):
     window_steps: Annotated[int, Field(ge=2, le=1000)] = 20
     """Batches of a window, those without a signal included; drift and explosion compare two windows."""
     flat: Fraction = 0.95
-    """`collapse`: least part of groups with equal scores; nothing is learned from them."""
+    """`collapse`: least part of groups with equal scores, of those not solved; nothing is learned from them."""
     saturated: Fraction = 0.95
     """`saturation`: least part of scores at the highest or lowest of the window. `solved`, in place of it: the highest
     score is that of an answer that passes (`pass_score`)."""
@@ -216,6 +216,6 @@ class HealthConfig(Section):
     rejected: Fraction = 0.1
     """`rejection`: least part of groups rejected by the trainer, for example for infinite advantages."""
     filtered: Fraction = 0.75
-    """`filtering`: least part of groups that the trainer filtered, by whatever rule."""
+    """`filtering`: least part of groups that the trainer filtered, by whatever rule, of those not solved."""
     stop_on: tuple[FindingName, ...] = ()
     """Findings to end the run on: on `solved` with exit code 0, on any other with 1."""

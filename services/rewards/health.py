@@ -60,15 +60,15 @@ def solved(now: LaneScores, limit: float, *, passes: bool) -> Symptom | None:
 
 
 def collapse(now: LaneScores, limit: float, solved: float = 0.0) -> Symptom | None:
-    """Find groups with equal scores: their part of the window is at least `limit`, without `solved` groups."""
-    flat = (now.flat - solved) / now.groups
-    if flat < limit:
+    """Find groups with equal scores: at least a part `limit` of those that are not `solved`."""
+    groups = now.groups - solved
+    if not groups or (flat := (now.flat - solved) / groups) < limit:
         return None
     equal = f"all scores are {now.low:g}" if now.low == now.high else "the scores within each group are equal"
     return Symptom(
-        f"{flat:.0%} of the groups teach nothing: {equal}",
+        f"{flat:.0%} of the {_called(solved)} teach nothing: {equal}",
         "choose tasks at the edge of what the policy can do (a curriculum), make the score finer, or end the run",
-        {"flat": flat, "groups": float(now.groups), "mean": now.mean},
+        {"flat": flat, "groups": float(groups), "mean": now.mean},
     )
 
 
@@ -220,24 +220,31 @@ FILTER_REMEDIES: Final[Mapping[FilterRule, str]] = {
 }
 
 
-def filtering(groups: int, filtered: Mapping[FilterRule, float], limit: float) -> Symptom | None:
-    """Find groups that are rolled out and not trained: at least a part `limit` of the `groups` was filtered.
+def filtering(
+    groups: float, filtered: Mapping[FilterRule, float], limit: float, solved: float = 0.0
+) -> Symptom | None:
+    """Find groups that are rolled out and not trained: at least a part `limit` of those that are not solved.
 
     Args:
-        groups: Groups of a window.
-        filtered: Filtered groups among them, by rule.
+        groups: Groups of a window. Sums that leave less than half of one unsolved leave none, but for rounding.
+        filtered: Filtered groups among them, by rule, without the solved ones.
         limit: Least part that is found.
+        solved: Filtered groups among them that are solved.
     """
-    total = sum(filtered.values())
-    if not groups or total / groups < limit:
+    rest, total = groups - solved, sum(filtered.values())
+    if rest < 0.5 or total / rest < limit:
         return None
     rules = sorted((rule for rule in filtered if filtered[rule] > 0), key=lambda rule: -filtered[rule])
-    shares = ", ".join(f"{filtered[rule] / groups:.0%} {rule}" for rule in rules)
+    shares = ", ".join(f"{filtered[rule] / rest:.0%} {rule}" for rule in rules)
     return Symptom(
-        f"{total / groups:.0%} of the groups were filtered: {shares}",
+        f"{total / rest:.0%} of the {_called(solved)} were filtered: {shares}",
         FILTER_REMEDIES[rules[0]] if rules else "",
-        {"groups": float(groups), **{rule.name.lower(): filtered[rule] for rule in rules}},
+        {"groups": float(rest), **{rule.name.lower(): filtered[rule] for rule in rules}},
     )
+
+
+def _called(solved: float) -> str:
+    return "groups that are not solved" if solved else "groups"
 
 
 def _std(scores: LaneScores) -> float:

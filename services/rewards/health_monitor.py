@@ -8,15 +8,16 @@ about one window lasts until its figure is clearly within the limit (`RELEASE`),
 and again near it. A resumed trainer takes steps again: they replace the lost ones, and what came after these.
 
 One cause is one finding. An environment that is `solved`, since nearly all answers pass, has no other finding about its
-equal scores, and in one that has collapsed no saturation begins. `filtering` leaves out groups in which all answers
-pass, and, unless another rule filters more, those that a `collapse` names.
+equal scores, and in one that has collapsed no saturation begins. `collapse` and `filtering` look at the groups that are
+not solved alone, so a run whose other tasks teach nothing is found however many are solved. Unless another rule filters
+more, `filtering` passes over those that a `collapse` names.
 
 The broker reports every settled batch, so a trainer that reports none by itself is checked too. From the first report
 of a trainer on only its own count.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import partial, reduce
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
@@ -103,12 +104,13 @@ Passes = Callable[[str, float], bool]
 
 
 class Counts(NamedTuple):
-    """Groups of a batch: all, those that the trainer cannot use, those that it filtered, by rule, and those of equal
-    scores by environment, of which it filtered all or some. Solved groups are in no list.
+    """Groups of a batch: all, those that the trainer cannot use, those that it filtered, the solved ones apart and the
+    others by rule, and those of equal scores by environment, of which it filtered all or some, without solved ones.
     """
 
     groups: int
     rejected: float
+    solved: float
     filtered: Mapping[FilterRule, float]
     flat: Mapping[str, float]
 
@@ -135,8 +137,9 @@ class Counts(NamedTuple):
         for told in (old, hidden, sum(solved.values()), sum(flat.values())):
             counts.append(min(max(told, 0.0), rest))
             rest -= counts[-1]
-        old, hidden, _, equal = counts
-        return cls(groups, rejected, dict(zip(FilterRule, (equal, old, hidden, rest), strict=True)), flat)
+        old, hidden, learned, equal = counts
+        rules = dict(zip(FilterRule, (equal, old, hidden, rest), strict=True))
+        return cls(groups, rejected, learned, rules, flat)
 
 
 class Place(NamedTuple):
@@ -305,13 +308,13 @@ class HealthMonitor:
 
     def _checked(self, scores: Iterable[LaneScores]) -> Iterator[tuple[str, str, Symptom]]:
         envs = sorted({one.env for one in scores})
-        collapsed = {env for env, name in self._active if name == "collapse" and env not in envs}
+        lasting = {(env, name) for env, name in self._active if env not in envs}
         for env in envs:
             for name, symptom in self._of_lane(env, self._lanes[env]):
                 if symptom is not None:
-                    collapsed |= {env} if name == "collapse" else set()
+                    lasting.add((env, name))
                     yield env, name, symptom
-        for name, symptom in self._of_trainer(collapsed):
+        for name, symptom in self._of_trainer(lasting):
             if symptom is not None:
                 yield TRAINER, name, symptom
 
@@ -340,24 +343,44 @@ class HealthMonitor:
         """Return whether scores that are all equal now were saturated before: that finding does not begin and end."""
         return (env, "saturation") in self._active
 
-    def _of_trainer(self, collapsed: Set[str]) -> Iterator[tuple[str, Symptom | None]]:
-        """Check the figures of the trainer; the equal scores of a collapse are told as that."""
+    def _of_trainer(self, lasting: Set[tuple[str, str]]) -> Iterator[tuple[str, Symptom | None]]:
+        """Check the figures of the trainer, beside the findings of the environments."""
         config, steps, counts = self._config, self._figures.now(), self._counts.now()
         limit = partial(self._limit, TRAINER)
         yield "clipping", health.clipping(steps, limit("clipping", config.clipped))
         yield "precision", health.precision(steps, limit("precision", config.fresh_kl))
         groups, rejected = sum(one.groups for one in counts), sum(one.rejected for one in counts)
         yield "rejection", health.rejection(groups, rejected, limit("rejection", config.rejected))
-        filtered = {rule: sum(one.filtered[rule] for one in counts) for rule in FilterRule}
-        if max(filtered.values()) == filtered[FilterRule.FLAT] > 0:
-            flat = sum(sum(one.flat.values()) for one in counts)
-            named = sum(equal for one in counts for env, equal in one.flat.items() if env in collapsed)
-            filtered[FilterRule.FLAT] *= 1 - named / flat
-        yield "filtering", health.filtering(groups, filtered, limit("filtering", config.filtered))
+        filtered, solved = _filtered(counts, lasting)
+        yield "filtering", health.filtering(groups, filtered, limit("filtering", config.filtered), solved)
 
     def _limit(self, env: str, name: str, configured: float) -> float:
         """Return the limit in force: a lasting finding ends only clearly below the configured one."""
         return configured * RELEASE if (env, name) in self._active else configured
+
+
+def _filtered(
+    counts: Sequence[Counts], lasting: Set[tuple[str, str]]
+) -> tuple[dict[FilterRule, float], float]:
+    """Return the filtered groups of a window by rule, and the solved ones; equal scores that a finding names are in it.
+
+    In an environment with the finding `solved`, all groups of equal scores are solved.
+    """
+    filtered = {rule: sum(one.filtered[rule] for one in counts) for rule in FilterRule}
+    equal, solved = filtered[FilterRule.FLAT], sum(one.solved for one in counts)
+    flat = {name: sum(_flat_in(one, name, lasting) for one in counts) for name in ("solved", "collapse")}
+    if not (total := sum(sum(one.flat.values()) for one in counts)):
+        return filtered, solved
+    learned = equal * flat["solved"] / total
+    filtered[FilterRule.FLAT] -= learned
+    if max(filtered.values()) == filtered[FilterRule.FLAT]:
+        filtered[FilterRule.FLAT] -= equal * flat["collapse"] / total
+    return filtered, solved + learned
+
+
+def _flat_in(counts: Counts, finding: str, lasting: Set[tuple[str, str]]) -> float:
+    """Return the groups of equal scores in the environments with a finding."""
+    return sum(equal for env, equal in counts.flat.items() if (env, finding) in lasting)
 
 
 def _merged(lanes: list[LaneScores]) -> LaneScores | None:

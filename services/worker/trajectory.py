@@ -8,7 +8,7 @@ rewritten, so the trainer reads exactly the tokens that the policy read.
 import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import isfinite, isnan
 from typing import Any, Final
 
 import numpy as np
@@ -29,7 +29,7 @@ from rolloutmq.schemas.wire.envelope import Dtype, PolicyVersion
 from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
 
 UNSCORED: Final = float("nan")
-"""Score of a trajectory that has none yet; known by its identity."""
+"""Score of a trajectory that has none yet."""
 
 
 class TurnMismatchError(InvalidGroupError):
@@ -371,12 +371,6 @@ def _scores(trajectories: Sequence[Trajectory]) -> Column:
 
 def _score(row: int, one: Trajectory) -> float:
     returned: Any = one.score
-    if returned is UNSCORED:
-        raise InvalidGroupError(
-            "scores",
-            f"sequence {row}: has no score; end the trajectory with `.scored(reward)`, or give "
-            "`Trajectory.of(completion, reward)`",
-        )
     try:
         if isinstance(returned, str | bytes | bytearray):
             raise TypeError  # text is no score, even if it reads as a number
@@ -386,8 +380,20 @@ def _score(row: int, one: Trajectory) -> float:
             "scores", f"sequence {row}: must be a number (got {one.score!r:.80})"
         ) from None
     if not isfinite(score):
-        raise InvalidGroupError("scores", f"sequence {row}: must be finite (got {score})")
+        raise InvalidGroupError(
+            "scores", f"sequence {row}: must be finite (got {score}){_if_unscored(score)}"
+        )
     return score
+
+
+def _if_unscored(score: float) -> str:
+    """Return what to do about NaN: it may have been computed, or never been given."""
+    if not isnan(score):
+        return ""
+    return (
+        "; the score is NaN, or there is none: end the trajectory with `.scored(reward)`, or give "
+        "`Trajectory.of(completion, reward)`"
+    )
 
 
 def _further(trajectories: Sequence[Trajectory]) -> dict[str, Column]:

@@ -325,9 +325,8 @@ def _values(stack: Sequence[_At], files: UserFiles) -> Iterator[tuple[str, str]]
     told: dict[str, str] = {}
     for one in reversed(stack):
         is_caller = one.frame.f_globals.get("__name__") in CALLERS
+        # In a module or a class `task` is the method.
         if not one.is_of_function or not (is_caller or files.has(one.code.co_filename)):
-            continue
-        if not one.code.co_flags & CO_OPTIMIZED:  # of a module or a class: `task` is the method there
             continue
         values = one.frame.f_locals
         for name in ("task", "prompt") if is_caller else ("task",):

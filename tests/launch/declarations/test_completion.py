@@ -87,6 +87,19 @@ def test_groups_are_those_that_were_settled_or_dropped_last(
     assert "a1" not in completion.groups(context(), "a"), "only the end is read"
 
 
+@pytest.mark.parametrize("character", ["\n", "\r", "\x1b", "\x85", "\u2028", "\ud800"])
+def test_names_that_no_line_of_a_shell_can_have_are_not_offered(two_runs: Path, character: str) -> None:
+    layout, name = RunLayout(two_runs / "runs/old"), f"b{character}c"
+    layout.settled.write_text(json.dumps({"trained": [name, "b c"]}))
+    layout.metrics.write_text(json.dumps({"topic": name}))
+    layout.workers.write_text(json.dumps([{"name": name}]))
+    layout.config.write_text(json.dumps({"environment": {name: {}}}))
+    old = context(run_dir=Path("runs/old"))
+    assert completion.groups(old, "b") == ["b c"]
+    for names in (completion.topics, completion.workers, completion.environments, completion.configured):
+        assert names(old, "b") == []
+
+
 def test_environments_are_those_of_a_named_configuration(two_runs: Path) -> None:
     file = two_runs / "config.toml"
     assert completion.configured(context(config=file), "") == []

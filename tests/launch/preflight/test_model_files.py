@@ -91,10 +91,6 @@ def _split(*present: str) -> Callable[[Path], None]:
             "{model} has no model.safetensors; save the weights there, or name another",
         ),
         (_split("a.safetensors"), "{model} has no b.safetensors; save the weights there"),
-        (
-            _broken("model.safetensors.index.json"),
-            "{model}: model.safetensors.index.json is damaged: JSONDecodeError(",
-        ),
     ],
 )
 def test_a_directory_without_a_whole_model_is_refused(
@@ -103,6 +99,53 @@ def test_a_directory_without_a_whole_model_is_refused(
     damage(model)
     (found,) = problems(str(model))
     assert found.startswith(f"model.path: {problem.format(model=model)}")
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        ('{"model_type":', "Expecting value: line 1"),
+        ("\xff", "invalid start byte"),
+        ("[" * 100_000, "recursion"),
+        *((text, "weight_map must name") for text in ("[]", "null", '""', "{}")),
+        *(
+            (f'{{"weight_map": {value}}}', "weight_map must name")
+            for value in ("{}", "[]", "null", '""', "1")
+        ),
+        *(
+            (f'{{"weight_map": {{"a": "a.safetensors", "b": {value}}}}}', "weight_map.b must be the name")
+            for value in ("1", "null", '""', "[]", "{}", "true")
+        ),
+    ],
+)
+def test_a_damaged_index_of_weights_is_refused(index: str, problem: str, model: Path) -> None:
+    (model / "model.safetensors").rename(model / "a.safetensors")
+    (model / "model.safetensors.index.json").write_text(index, "latin-1")
+    (found,) = problems(str(model))
+    assert found.startswith(f"model.path: {model}: model.safetensors.index.json is damaged: ")
+    assert problem in found
+    assert found.endswith("; save the weights there again")
+
+
+def test_an_index_may_name_a_file_that_no_system_has(model: Path) -> None:
+    _split()(model)
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    (found,) = problems(str(model))
+    assert found.startswith(f"model.path: {model} has no xxx")
+
+
+@pytest.mark.parametrize("index", ['{"weight_map": {"a": "model-00001-of-00002.safetensors"}}', "{torn"])
+def test_a_whole_file_of_weights_passes_beside_an_old_index(index: str, model: Path) -> None:
+    (model / "model.safetensors.index.json").write_text(index)
+    assert problems(str(model)) == []
+
+
+def test_an_index_without_its_files_is_refused_beside_pytorch_s_format(model: Path) -> None:
+    """As transformers does: it prefers the index."""
+    _split("a.safetensors")(model)
+    (model / "pytorch_model.bin").touch()
+    (found,) = problems(str(model))
+    assert found.startswith(f"model.path: {model} has no b.safetensors")
 
 
 def test_a_file_is_no_model(model: Path) -> None:

@@ -92,6 +92,15 @@ def test_collapse_is_of_groups_that_teach_nothing() -> None:
     assert "all scores are 1" in everything.problem
 
 
+def test_collapse_is_of_the_groups_that_are_not_solved() -> None:
+    right, wrong = [1.0, 1.0], [0.0, 0.0]
+    found = health.collapse(scored(right, right, right, wrong), 0.95, solved=3.0)
+    assert found is not None
+    assert found.problem.startswith("100% of the groups that are not solved teach nothing")
+    assert found.numbers == {"flat": 1.0, "groups": 1.0, "mean": 0.75}
+    assert health.collapse(scored(right, right), 0.95, solved=2.0) is None
+
+
 def test_solved_are_tasks_whose_answers_pass() -> None:
     right, wrong, both = [1.0, 1.0], [0.0, 0.0], [0.0, 1.0]
     found = health.solved(scored(*[right] * 19, both), 0.95, passes=True)

@@ -254,6 +254,45 @@ def test_groups_of_wrong_answers_are_filtering_until_they_are_a_collapse() -> No
     assert ("math", "collapse", True) not in found
 
 
+def findings(*groups: list[float], filtered: int) -> set[tuple[str, str]]:
+    monitor, found = HealthMonitor(CONFIG, passes), []
+    for number in range(1, 1 + WINDOW):
+        found += told(monitor.feed(learning(number, *groups, filtered=filtered), 0.0))
+    return {(env, name) for env, name, _ in found}
+
+
+RIGHT, WRONG, MIXED = [1.0] * 8, [0.0] * 8, [0.0, 1.0] * 4
+
+
+@pytest.mark.parametrize("solved", [1, 5, 9])
+def test_a_run_that_learns_nothing_is_found_however_many_tasks_are_solved(solved: int) -> None:
+    """The others are never solved, so all groups have equal scores."""
+    groups = [RIGHT] * solved + [WRONG] * (10 - solved)
+    assert findings(*groups, filtered=10) == {("math", "collapse")}
+
+
+def test_solved_groups_hide_no_filtering_of_the_others() -> None:
+    groups = [*[RIGHT] * 10, *[WRONG] * 8, MIXED, MIXED]  # of the 10 unsolved groups 8 are filtered
+    assert findings(*groups, filtered=18) == {("trainer", "filtering")}
+    groups = [*[RIGHT] * 10, *[WRONG] * 4, *[MIXED] * 6]
+    assert findings(*groups, filtered=14) == set()
+
+
+def test_filtering_is_of_the_groups_that_are_not_solved() -> None:
+    """The sums tell at least how many are solved, so some of the solved ones count among the others."""
+    monitor = HealthMonitor(CONFIG, passes)
+    for number in range(1, 1 + WINDOW):  # of 10 groups 5 are solved, and the others too old
+        half = step(number, of("math", *[RIGHT] * 5, *[[0.5, *RIGHT[1:]]] * 5), too_old=5.0)
+        found = monitor.feed(msgspec.structs.replace(half, filtered=10), 0.0)
+    (one,) = found
+    assert one.problem.startswith("100% of the groups that are not solved were filtered: 89% older than")
+    assert one.numbers == {"groups": 22.5, "too_old": 20.0, "flat": 2.5}
+
+
+def test_a_few_tasks_never_solved_are_no_trouble_of_a_policy_that_has_learned_the_others() -> None:
+    assert findings(*[RIGHT] * 39, WRONG, filtered=40) == {("math", "solved")}
+
+
 def test_filtering_for_another_reason_is_told_beside_a_collapse() -> None:
     monitor, found = HealthMonitor(CONFIG, passes), []
     for number in range(1, 1 + WINDOW):

@@ -1,5 +1,6 @@
 """Trajectories, and the groups built from them."""
 
+import pickle
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -177,7 +178,7 @@ def test_a_group_survives_the_wire() -> None:
     ],
 )
 def test_rows_are_any_sequence_whose_values_fit(tokens: Any, mask: Any, logprobs: Any) -> None:
-    group = group_of("g", [Trajectory(token_ids=tokens, mask=mask, logprobs=logprobs)])
+    group = group_of("g", [Trajectory(token_ids=tokens, mask=mask, logprobs=logprobs, score=0.0)])
     assert [group[name][0].tolist() for name in ("tokens", "mask", "inference_logprobs")] == [
         [1, 2],
         [False, True],
@@ -255,9 +256,17 @@ def test_nonsense_is_refused_with_what_is_wrong(returned: Any, problem: str) -> 
     assert problem in str(caught.value)
 
 
-def test_a_trajectory_without_a_score_is_refused() -> None:
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_trajectory_without_a_score_is_refused(copied: bool) -> None:
+    """NaN that was computed reads the same, so the error says both; a copy of another process has its own NaN."""
     turns = Trajectory.of(completion([1, 2], [7]))
-    with pytest.raises(InvalidGroupError, match=r"scores: sequence 1: has no score; .*`\.scored\(reward\)`"):
-        group_of("g", [turns.scored(0.5), turns])
-    with pytest.raises(InvalidGroupError, match="sequence 0: must be finite"):
-        group_of("g", [turns.scored(float("nan"))])
+    unscored = pickle.loads(pickle.dumps(turns)) if copied else turns
+    problem = (
+        r"scores: sequence 1: must be finite \(got nan\); the score is NaN, or there is none: "
+        r"end the trajectory with `\.scored\(reward\)`"
+    )
+    for given in (unscored, turns.scored(float("nan"))):
+        with pytest.raises(InvalidGroupError, match=problem):
+            group_of("g", [turns.scored(0.5), given])
+    with pytest.raises(InvalidGroupError, match=r"sequence 0: must be finite \(got inf\)$"):
+        group_of("g", [turns.scored(float("inf"))])
