@@ -5,7 +5,7 @@ relative-error guarantees", section 2.1): bucket i holds the values in (g^(i-1),
 stands for 2 g^i / (g + 1), which is within the part e of each of them. All histograms have the same buckets, so the sum
 of the counts of two is the histogram of both, in any order and exactly.
 
-The buckets reach from a microsecond to eleven days. What is shorter or longer counts in the first or last.
+The buckets reach from a microsecond to eleven days. What is shorter counts in the first, what is longer as eleven days.
 """
 
 from bisect import bisect_left
@@ -108,10 +108,11 @@ class HistogramBuilder:
 
         Args:
             durations_s: One or several, in seconds, in any shape. One that is negative counts as 0, since the wall
-                clock may have been set; one that is infinite or not a number is left out.
+                clock may have been set, and one above `LONGEST_S` as that, which bounds the sum. One that is infinite
+                or not a number is left out.
         """
         values = np.atleast_1d(np.asarray(durations_s, np.float64)).ravel()
-        values = np.maximum(values[np.isfinite(values)], 0.0)
+        values = np.clip(values[np.isfinite(values)], 0.0, LONGEST_S)
         self._counts += np.bincount(_buckets_of(values), minlength=BUCKETS)
         self._total_s += float(values.sum())
         return self

@@ -41,6 +41,9 @@ def advice(usage: Usage) -> list[Advice]:
         return [
             Advice(0.0, "no trainer has settled a batch and gone on", "`rolloutmq status` says what waits")
         ]
+    if not usage.knows_slots:
+        where = f"the trainer waits {usage.starved:.0%} of its time for a batch; of the rollout slots nothing is known"
+        return [Advice(usage.starved, where, "`rolloutmq status` says what workers wait for")]
     rest = max(usage.starved, usage.blocked)
     return [
         Advice(
@@ -53,7 +56,7 @@ def _trainer(usage: Usage) -> Advice | None:
     share = usage.starved
     if share < NOTICED:
         return None
-    reason = _main(usage.trainer_waits_s) or Wait.NO_BATCH
+    reason = _main(usage.starving_s)
     where = f"the trainer waits {share:.0%} of its time for a batch ({reason})"
     return Advice(share, where, TRAINER.get(reason) or _more_rollouts(usage))
 
@@ -65,6 +68,8 @@ def _more_rollouts(usage: Usage) -> str:
         return ROOM[held_back]
     if usage.inference_bound or (usage.busy or 0.0) >= FULL:
         return MORE_INFERENCE
+    if not usage.knows_slots:
+        return "more workers, unless `rolloutmq status` says that they wait"
     return "more workers: raise `max_workers` of the environment, or `orchestrator.max_processes`"
 
 
@@ -112,7 +117,6 @@ TRAINER: Final[Mapping[str, str]] = {
     Wait.JOURNAL_SLOW: FASTER_DISK,
     Wait.MIN_SHARE: "more workers for the environment below its `min_share`, or a smaller one",
     Wait.LEASED_ELSEWHERE: "settle each batch before the next pull, or restart the rank that is away",
-    Wait.UNSETTLED: "settle groups sooner, or a larger window",
 }
 """What to change where the trainer waits for a reason that more groups do not end."""
 ROOM: Final[Mapping[str, str]] = {

@@ -11,12 +11,15 @@ A hop whose beginning the history does not show is left out, such as the first h
 oldest event log. `send` compares the clocks of two processes; on one host they are the same.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
+from math import isfinite
 from typing import Any, Final, NamedTuple
 
-from rolloutmq.schemas.statistics.histogram import Histogram, HistogramBuilder
+from rolloutmq.schemas.statistics.histogram import LONGEST_S, Histogram, HistogramBuilder
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.requests import Settle
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
     Carved,
@@ -26,8 +29,10 @@ from rolloutmq.services.broker.journal.format.events import (
     Forgot,
     GroupSnapshot,
     Leased,
+    LeaseSnapshot,
     Lost,
     Pulled,
+    RetainedBatchSnapshot,
     Rewound,
     Settles,
     WasReset,
@@ -53,6 +58,7 @@ class HopKey(NamedTuple):
 
     env: str
     hop: Hop
+    split: Split = Split.TRAIN
 
 
 class Slowest(NamedTuple):
@@ -66,25 +72,34 @@ class _Group(NamedTuple):
     """An accepted group that may still be handed out."""
 
     env: str
+    split: Split
     group_id: str
     accepted_at: float
 
 
 class _Batch(NamedTuple):
-    """A settled batch that waits for its checkpoint."""
+    """A settled batch that waits for its checkpoint, without its rejected groups.
+
+    Attributes:
+        step: Step of the policy after it.
+        stepped: The trainer took a step with it.
+        at: When it was settled; None if the history does not show it.
+        orders: Its groups.
+    """
 
     step: int
-    at: float
+    stepped: bool
+    at: float | None
     orders: tuple[int, ...]
 
 
 class _Lease:
-    """An open lease: the groups of each rank, and the step after the ranks that have settled."""
+    """An open lease: the groups of each rank, and the settlements of the ranks that have settled."""
 
     def __init__(self, group: str, shards: Iterable[tuple[int, ...]]) -> None:
         self.group = group
         self.shards = tuple(shards)
-        self.steps: dict[int, int] = {}
+        self.settles: dict[int, Settle] = {}
 
     @property
     def orders(self) -> tuple[int, ...]:
@@ -108,6 +123,8 @@ class HopFollower:
             Accepted: lambda _, event: self._accept(event),
             GroupSnapshot: lambda _, event: self._know(event.accepted, new=not event.deliveries),
             Leased: lambda _, event: self._lease(event),
+            LeaseSnapshot: lambda _, event: self._know_lease(event),
+            RetainedBatchSnapshot: lambda _, event: self._know_batch(event),
             Carved: lambda _, event: self._carve(event),
             Pulled: self._hand_out,
             Settles: self._settle,
@@ -130,7 +147,7 @@ class HopFollower:
         for key, durations_s in self._pending.items():
             self._builders.setdefault(key, HistogramBuilder()).add(durations_s)
         self._pending.clear()
-        return {key: builder.histogram() for key, builder in sorted(self._builders.items())}
+        return {key: builder.histogram() for key, builder in sorted(self._builders.items(), key=_place)}
 
     def slowest(self) -> dict[HopKey, Slowest]:
         """Return the slowest group of each hop."""
@@ -139,12 +156,14 @@ class HopFollower:
     def _accept(self, accepted: Accepted) -> None:
         header = accepted.header
         group = self._know(accepted, new=True)
+        if accepted.requeued:  # a dead group that an operator queued again: its rollout counted once
+            return
         if header.started_at and header.finished_at:  # 0 is unknown: the group was built without times
             self._add(group, Hop.ROLLOUT, header.finished_at - header.started_at)
             self._add(group, Hop.SEND, accepted.at - header.finished_at)
 
     def _know(self, accepted: Accepted, *, new: bool) -> _Group:
-        group = _Group(accepted.env, accepted.header.group_id, accepted.at)
+        group = _Group(accepted.env, accepted.split, accepted.header.group_id, accepted.at)
         if accepted.order not in self._groups:
             self._groups[accepted.order] = group
             if new:
@@ -153,6 +172,17 @@ class HopFollower:
 
     def _lease(self, event: Leased) -> None:
         self._leases[event.number] = _Lease(event.group, event.shards)
+
+    def _know_lease(self, event: LeaseSnapshot) -> None:
+        lease = self._leases[event.number] = _Lease(event.group, event.shards)
+        lease.settles = {
+            rank: settle for rank, (_, _, settle) in enumerate(event.parts) if settle is not None
+        }
+
+    def _know_batch(self, event: RetainedBatchSnapshot) -> None:
+        orders = tuple(order for shard in event.shards for order in shard)
+        batch = _Batch(event.version.step, event.stepped, None, orders)
+        self._settled.setdefault(event.group, deque()).append(batch)
 
     def _carve(self, event: Carved) -> None:
         moved = set(event.orders)
@@ -180,18 +210,44 @@ class HopFollower:
         lease = self._leases.get(settle.lease)
         if lease is None:
             return
-        lease.steps[settle.rank] = settle.version.step
-        if len(lease.steps) == len(lease.shards):
+        lease.settles[settle.rank] = settle
+        if len(lease.settles) == len(lease.shards):
             del self._leases[settle.lease]
-            batch = _Batch(max(lease.steps.values()), at, lease.orders)
-            self._settled.setdefault(lease.group, deque()).append(batch)
+            self._retain(at, lease)
+
+    def _retain(self, at: float, lease: _Lease) -> None:
+        """Keep a settled batch for its checkpoint without its rejected groups, as the broker does."""
+        rejected = {
+            order
+            for rank, shard in enumerate(lease.shards)
+            for order in self._rejected(shard, lease.settles[rank])
+        }
+        self._forget(rejected)
+        orders = tuple(order for order in lease.orders if order not in rejected)
+        if orders:
+            step = max(settle.version.step for settle in lease.settles.values())
+            stepped = any(settle.trained for settle in lease.settles.values())
+            self._settled.setdefault(lease.group, deque()).append(_Batch(step, stepped, at, orders))
+
+    def _rejected(self, shard: tuple[int, ...], settle: Settle) -> Iterator[int]:
+        """Yield the rejected groups of a shard. Of groups of one id, the first ones are trained or filtered."""
+        taken = Counter((*settle.trained, *settle.filtered))
+        rejected = {one.group_id for one in settle.rejected}
+        for order in shard if rejected else ():
+            group = self._groups.get(order)
+            if group is None or group.group_id not in rejected:
+                continue
+            if taken[group.group_id]:
+                taken[group.group_id] -= 1
+            else:
+                yield order
 
     def _commit(self, at: float, event: Committed) -> None:
         batches = self._settled.get(event.group)
         while batches and batches[0].step <= event.version.step:
             batch = batches.popleft()
             for order in batch.orders:
-                if (group := self._groups.get(order)) is not None:
+                if batch.at is not None and (group := self._groups.get(order)) is not None:
                     self._add(group, Hop.COMMIT, at - batch.at)
             self._forget(batch.orders)
 
@@ -201,10 +257,14 @@ class HopFollower:
             self._forget(batches.popleft().orders)
 
     def _rewind(self, event: Rewound) -> None:
-        """Let go of what the checkpoint covers; the time until the trainer came back is no commit of it."""
-        for batch in self._settled.pop(event.group, ()):
-            if batch.step <= event.version.step:
-                self._forget(batch.orders)
+        """Let go of what the checkpoint covers; the time until the trainer came back is no commit of it.
+
+        A batch without a step is covered only if a step up to the checkpoint follows it; else it comes again.
+        """
+        batches = list(self._settled.pop(event.group, ()))
+        steps = (at for at, one in enumerate(batches, 1) if one.stepped and one.step <= event.version.step)
+        for batch in batches[: max(steps, default=0)]:
+            self._forget(batch.orders)
 
     def _reset(self) -> None:
         for kept in (self._groups, self._handed_at, self._new, self._leases, self._settled):
@@ -221,7 +281,11 @@ class HopFollower:
             self._new.discard(order)
 
     def _add(self, group: _Group, hop: Hop, seconds: float) -> None:
-        key = HopKey(group.env, hop)
+        """Count a duration. The clock of a producer may say anything: what no histogram has a bucket for is bounded."""
+        if not isfinite(seconds):
+            return
+        seconds = min(max(seconds, 0.0), LONGEST_S)
+        key = HopKey(group.env, hop, group.split)
         waiting = self._pending.setdefault(key, [])
         waiting.append(seconds)
         if len(waiting) >= BLOCK:
@@ -232,9 +296,15 @@ class HopFollower:
             self._slowest[key] = Slowest(seconds, group.group_id)
 
 
-def merged(histograms: dict[HopKey, Histogram]) -> dict[Hop, Histogram]:
-    """Return the histogram of each hop over all environments."""
+def _place(entry: tuple[HopKey, object]) -> tuple[str, Split, int]:
+    key = entry[0]
+    return key.env, key.split, list(Hop).index(key.hop)
+
+
+def merged(histograms: Mapping[HopKey, Histogram]) -> dict[Hop, Histogram]:
+    """Return the histogram of each hop over all environments, of groups for training alone."""
     found: dict[Hop, Histogram] = {}
-    for (_, hop), one in histograms.items():
-        found[hop] = found.get(hop, Histogram()).merged(one)
+    for key, one in histograms.items():
+        if key.split is Split.TRAIN:
+            found[key.hop] = found.get(key.hop, Histogram()).merged(one)
     return {hop: found[hop] for hop in Hop if hop in found}

@@ -1,6 +1,7 @@
 """`rolloutmq profile`: where the time of a run goes, what to change, and how long each hop of its groups took."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -11,6 +12,7 @@ from rolloutmq.bus.rundir import read_run
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import printable, printable_lines
 from rolloutmq.schemas.statistics.histogram import Histogram
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.inspect.history import JournalHistory
 from rolloutmq.services.broker.journal.read.versions import require_own_records
@@ -20,7 +22,7 @@ from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, read_usag
 from rolloutmq.services.monitor.status.worker_view import slots_of
 from rolloutmq.services.monitor.text import format
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
-from rolloutmq.services.monitor.text.jsonl import read_lines
+from rolloutmq.services.monitor.text.jsonl import read_whole_lines
 
 PERCENTS: Final = (50.0, 95.0, 99.0, 99.9)
 BAR: Final = 24
@@ -36,6 +38,7 @@ class Profile(NamedTuple):
         recorded: Whether the broker keeps a journal; without one there are no hops.
         hops: Durations by environment and hop.
         slowest: Slowest group by environment and hop.
+        unread: A line for each damaged part of the records, which the figures lack.
     """
 
     usage: Usage
@@ -43,32 +46,38 @@ class Profile(NamedTuple):
     recorded: bool
     hops: dict[HopKey, Histogram]
     slowest: dict[HopKey, Slowest]
+    unread: tuple[str, ...] = ()
 
 
 def profiled(run_dir: Path) -> Profile:
     """Read the profile of a running or ended run. Blocks on the disk.
 
     Raises:
-        DamagedFileError: A complete line of `metrics.jsonl` does not decode.
         RecordVersionError: Another version wrote the journal.
     """
     layout = RunLayout(run_dir)
     require_own_records(layout)
-    usage = read_usage(read_lines(layout.metrics, UsageLine), slots_of(layout))
+    damaged: Counter[str] = Counter()
+    usage = read_usage(read_whole_lines(layout.metrics, UsageLine, damaged), slots_of(layout))
+    unread = [f"{count:,} line{'s' * (count != 1)} of {name}, damaged" for name, count in damaged.items()]
     config, _ = read_run(run_dir)
     recorded = config.broker.durability is not Durability.MEMORY
     follower = HopFollower()
     if recorded:
-        for at, event in JournalHistory(layout.journal):
+        history = JournalHistory(layout.journal)
+        for at, event in history:
             follower.apply(at, event)
-    return Profile(usage, advice(usage), recorded, follower.histograms(), follower.slowest())
+        unread += history.damage
+    hops, slowest = follower.histograms(), follower.slowest()
+    return Profile(usage, advice(usage), recorded, hops, slowest, tuple(unread))
 
 
 def profile(run_dir: Path, *, as_json: bool) -> int:
     """Print the profile of a run; return the exit code. FAILED if nothing of it was recorded."""
     found = profiled(run_dir)
     if not (found.hops or found.usage.start_s or found.usage.trainer_s):
-        return complain(f"{run_dir}: nothing was recorded yet: no event and no group", FAILED)
+        nothing = f"{run_dir}: nothing was recorded yet: no event and no group"
+        return complain("\n".join((nothing, *_unread(found))), FAILED)
     if as_json:
         text = msgspec.json.format(msgspec.json.encode(profile_json(found)), indent=2).decode()
     else:
@@ -83,11 +92,13 @@ def profile_json(found: Profile) -> dict[str, Any]:
     usage = found.usage
     return {
         "advice": [one._asdict() for one in found.advice],
+        "has_settled": usage.has_settled,
         "start_s": usage.start_s,
         "trainer_s": usage.trainer_s,
         "starved_s": usage.starved_s,
         "trainer_waits_s": dict(usage.trainer_waits_s),
         "slot_s": dict(usage.slot_s),
+        "unknown_slots_s": usage.unknown_slots_s,
         "blocked_s": dict(usage.blocked_s),
         "producer_waits_s": dict(usage.producer_waits_s),
         "inference_busy": usage.busy,
@@ -96,6 +107,7 @@ def profile_json(found: Profile) -> dict[str, Any]:
         "hops": [
             {
                 "env": key.env,
+                "split": key.split.name.lower(),
                 "hop": key.hop.value,
                 "groups": one.count,
                 "mean_s": one.mean_s,
@@ -105,22 +117,37 @@ def profile_json(found: Profile) -> dict[str, Any]:
             }
             for key, one in found.hops.items()
         ],
+        "not_read": list(found.unread),
     }
 
 
 def profile_lines(found: Profile) -> Iterator[str]:
     """Yield the profile as lines for a person."""
     usage = found.usage
-    yield f"where the time goes: {seconds(usage.start_s)} to the first settled batch, then {seconds(usage.trainer_s)}"
+    yield f"where the time goes: {_time(usage)}"
     for one in found.advice:
         yield f"  {one.where}"
         yield f"    -> {one.change}"
+    if usage.unknown_slots_s:
+        unknown = seconds(usage.unknown_slots_s)
+        yield f"  the rollout slots of {unknown} are not known: the record names no single worker then"
     yield ""
-    if not found.recorded:
+    if found.recorded:
+        yield from _waterfall(merged(found.hops))
+        yield from _table(found)
+    else:
         yield "no hops: at durability `memory` the broker keeps no journal; `os` and `disk` keep one"
-        return
-    yield from _waterfall(merged(found.hops))
-    yield from _table(found)
+    yield from _unread(found)
+
+
+def _time(usage: Usage) -> str:
+    if not usage.has_settled:
+        return f"{seconds(usage.start_s)} without a settled batch"
+    return f"{seconds(usage.start_s)} to the first settled batch, then {seconds(usage.trainer_s)}"
+
+
+def _unread(found: Profile) -> Iterator[str]:
+    yield from (f"not read: {what}" for what in found.unread)
 
 
 def _waterfall(hops: dict[Hop, Histogram]) -> Iterator[str]:
@@ -141,15 +168,18 @@ def _waterfall(hops: dict[Hop, Histogram]) -> Iterator[str]:
 
 
 def _table(found: Profile) -> Iterator[str]:
-    width = max([len("environment"), *(len(key.env) for key in found.hops)])
+    width = max([len("environment"), *(len(_row(key)) for key in found.hops)])
     heads = "".join(f"{f'p{percent:g}':>9}" for percent in PERCENTS)
     yield f"{'environment':<{width}}  {'hop':<8}{'groups':>9}{'mean':>9}{heads}  slowest group"
-    order = list(Hop)
-    for key in sorted(found.hops, key=lambda key: (key.env, order.index(key.hop))):
-        one, slowest = found.hops[key], found.slowest[key]
-        times = "".join(f"{seconds(one.percentile_s(percent)):>9}" for percent in PERCENTS)
-        row = f"{key.env:<{width}}  {key.hop.value:<8}{one.count:>9,}{seconds(one.mean_s):>9}{times}"
+    for key, one in found.hops.items():
+        slowest = found.slowest[key]
+        times = "".join(f" {seconds(one.percentile_s(percent)):>8}" for percent in PERCENTS)
+        row = f"{_row(key):<{width}}  {key.hop.value:<8}{one.count:>9,} {seconds(one.mean_s):>8}{times}"
         yield f"{row}  {seconds(slowest.seconds)} {slowest.group_id}"
+
+
+def _row(key: HopKey) -> str:
+    return f"{key.env} (eval)" if key.split is Split.EVAL else key.env
 
 
 def seconds(value: float) -> str:

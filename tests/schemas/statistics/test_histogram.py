@@ -59,6 +59,10 @@ def test_what_is_too_short_or_too_long_counts_at_the_ends() -> None:
     assert told.percentile_s(100) == pytest.approx(LONGEST_S, rel=0.03)
 
 
+def test_the_sum_is_bounded() -> None:
+    assert histogram_of(1.7e308, 1.7e308).mean_s == LONGEST_S
+
+
 def test_infinite_ones_are_left_out() -> None:
     told = histogram_of(float("inf"), float("nan"), 2.0)
     assert (told.count, told.total_s) == (1, 2.0)

@@ -15,11 +15,11 @@ def used(
     workers: str = "stale_guard",
     busy: float | None = None,
     bound: frozenset[str] = frozenset(),
-    taken: int = 100,
+    grown: int = 0,
 ) -> Usage:
     return Usage(
+        has_settled=True,
         trainer_s=100.0,
-        starved_s=100 * starved,
         trainer_waits_s={trainer: 100 * starved, "other": 0.0},
         slot_s={"sort3": 1000.0},
         blocked_s={"sort3": 1000 * blocked},
@@ -27,7 +27,7 @@ def used(
         busy=busy,
         inference_bound=bound,
         made=100,
-        taken=taken,
+        grown=grown,
     )
 
 
@@ -50,9 +50,10 @@ def used(
         ),
         (used(blocked=0.54, workers="no_tasks"), "(no_tasks)", "fewer workers, or more tasks"),
         (used(bound=frozenset({"b", "a"}), busy=1.0), "hold back the workers of a, b", "more inference"),
-        (used(taken=60), "the queue grows by 40% of the sequences", "a faster trainer, or 40% fewer workers"),
-        (used(starved=0.6, taken=60), "(no_batch)", "more workers"),
+        (used(grown=40), "the queue grows by 40% of the sequences", "a faster trainer, or 40% fewer workers"),
+        (used(starved=0.6, grown=40), "(no_batch)", "more workers"),
         (used(starved=0.05, blocked=0.02), "nobody waits for more than 5% of the time", "balanced"),
+        (used(starved=0.9, trainer="unsettled"), "nobody waits for more than 0%", "balanced"),
         (Usage(), "no trainer has settled a batch", "rolloutmq status"),
     ],
 )
@@ -60,6 +61,14 @@ def test_the_limit_is_named_with_what_to_change(usage: Usage, where: str, change
     (one,) = advice(usage)
     assert where in one.where
     assert change in one.change
+
+
+def test_slots_that_are_not_known_are_not_said_to_wait_for_nothing() -> None:
+    (one,) = advice(Usage(trainer_s=100.0, unknown_slots_s=100.0))
+    assert "of the rollout slots nothing is known" in one.where
+    waits = Usage(trainer_s=100.0, unknown_slots_s=100.0, trainer_waits_s={"no_batch": 60.0})
+    (one,) = advice(waits)
+    assert one.change == "more workers, unless `rolloutmq status` says that they wait"
 
 
 def test_reasons_are_those_of_the_wire() -> None:

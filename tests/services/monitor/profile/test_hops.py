@@ -3,8 +3,11 @@
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.services.broker.journal.handmade import TRAINER, Handmade, item, settles, version
 
+from rolloutmq.schemas.statistics.histogram import LONGEST_S
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
     Carved,
@@ -12,8 +15,10 @@ from rolloutmq.services.broker.journal.format.events import (
     Dropped,
     Forgot,
     Leased,
+    LeaseSnapshot,
     Lost,
     Pulled,
+    RetainedBatchSnapshot,
     Rewound,
     WasReset,
 )
@@ -189,6 +194,129 @@ def test_a_batch_after_the_checkpoint_comes_again(made: Handmade) -> None:
     assert told["queue"] == (1, 1.0)
     assert told["train"] == (2, 1.5)
     assert told["commit"] == (1, 1.0)
+
+
+def test_a_dead_group_that_is_queued_again_was_made_and_sent_once(made: Handmade) -> None:
+    accepted = made.accept(1)
+    again = replace(accepted, order=2, at=90_000.0, requeued=True)
+    lease = made.lease([2])
+    follower = follow(
+        HopFollower(),
+        (1003.0, accepted),
+        (1004.0, Dropped(1, "dead", "odd")),
+        (90_000.0, again),
+        (90_001.0, lease),
+        (90_002.0, pulled(lease)),
+    )
+    assert hops(follower) == {"rollout": (1, 1.5), "send": (1, 1.5), "queue": (1, 2.0)}
+
+
+@pytest.mark.parametrize("finished_at", [1.7e308, float("inf"), float("nan"), -1e308])
+def test_the_clock_of_one_producer_spoils_nothing_else(made: Handmade, finished_at: float) -> None:
+    odd = made.accept(1)
+    odd = replace(odd, header=replace(odd.header, finished_at=finished_at))
+    follower = HopFollower()
+    for order in range(3):
+        follower.apply(1003.0, replace(odd, order=order))
+    follower.apply(1003.0, made.accept(10))
+    told, slowest = follower.histograms(), follower.slowest()
+    for hop in (Hop.ROLLOUT, Hop.SEND):
+        key = HopKey("sort3", hop)
+        assert 0.0 <= told[key].mean_s <= LONGEST_S
+        assert 1.5 <= slowest[key].seconds <= LONGEST_S
+    assert merged(told)
+
+
+def test_rejected_groups_are_let_go_and_a_batch_of_these_alone_is_not_retained(made: Handmade) -> None:
+    """`Forgot` counts the batches that the broker retains."""
+    useless, mixed, last = made.lease([1], step=1), made.lease([2, 3], step=1), made.lease([4], step=2)
+    follower = follow(HopFollower(), *((1003.0, made.accept(order)) for order in (1, 2, 3, 4)))
+    for lease, outcome in (
+        (useless, settles(useless, rejected=("g1",))),
+        (mixed, settles(mixed, "g2", rejected=("g3",))),
+        (last, settles(last, "g4")),
+    ):
+        follow(follower, (1004.0, lease), (1004.0, pulled(lease)), (1005.0, outcome))
+    assert {*follower._groups} == {2, 4}
+    follow(follower, (1006.0, Forgot(TRAINER, 1)), (1007.0, Committed(TRAINER, version(2))))
+    assert hops(follower)["commit"] == (1, 2.0)
+    assert known(follower) == 0
+
+
+def test_of_two_groups_of_one_id_the_rejected_one_is_let_go(made: Handmade) -> None:
+    lease = made.lease([1, 2])
+    follower = follow(
+        HopFollower(),
+        *((1003.0, made.accept(order, "same")) for order in (1, 2)),
+        (1004.0, lease),
+        (1004.0, pulled(lease)),
+        (1005.0, settles(lease, "same", rejected=("same",))),
+        (1006.0, Committed(TRAINER, version(1))),
+    )
+    assert hops(follower)["commit"] == (1, 1.0)
+
+
+def test_a_batch_without_a_step_comes_again_unless_a_step_up_to_the_checkpoint_follows(
+    made: Handmade,
+) -> None:
+    first, idle, again = made.lease([1], step=1), made.lease([2], step=2), made.lease([2], step=2, again=True)
+    follower = follow(
+        HopFollower(),
+        *((1003.0, made.accept(order)) for order in (1, 2)),
+        *((1004.0, event) for event in (first, pulled(first), settles(first, "g1"))),
+        *((1005.0, event) for event in (idle, pulled(idle), settles(idle, filtered=("g2",)))),
+        (1006.0, Rewound(TRAINER, version(1), "trainer-0")),
+        *((1010.0, event) for event in (again, pulled(again))),
+        (1012.0, settles(again, "g2")),
+        (1015.0, Committed(TRAINER, version(2))),
+    )
+    told = hops(follower)
+    assert told["train"] == (3, 0.667)
+    assert told["commit"] == (1, 3.0)
+
+
+def test_leases_and_batches_from_before_the_history_go_on(made: Handmade) -> None:
+    """`Forgot` takes the oldest batches, which a snapshot names."""
+    lease = made.lease([2])
+    follower = follow(
+        HopFollower(),
+        *((1003.0, item(made.accept(order), deliveries=1)) for order in (1, 2)),
+        (
+            1003.0,
+            RetainedBatchSnapshot(TRAINER, version(0), True, Split.TRAIN, ((1,),), (("trained",),), False),
+        ),
+        (
+            1003.0,
+            LeaseSnapshot(
+                lease.number,
+                lease.generation,
+                TRAINER,
+                Split.TRAIN,
+                lease.step,
+                lease.version,
+                2,
+                lease.shards,
+                False,
+                False,
+                (("trainer-0", "r", None),),
+            ),
+        ),
+        (1005.0, settles(lease, "g2")),
+        (1006.0, Forgot(TRAINER, 1)),
+        (1007.0, Committed(TRAINER, version(1))),
+    )
+    assert hops(follower) == {"commit": (1, 2.0)}
+    assert known(follower) == 0
+
+
+def test_groups_for_evaluation_are_told_apart(made: Handmade) -> None:
+    accepted = made.accept(1)
+    other = replace(accepted, order=2, split=Split.EVAL)
+    told = follow(HopFollower(), (1003.0, other), (1003.0, accepted)).histograms()
+    assert [(key.split, one.count) for key, one in told.items()] == [(Split.TRAIN, 1)] * 2 + [
+        (Split.EVAL, 1)
+    ] * 2
+    assert merged(told)[Hop.ROLLOUT].count == 1
 
 
 def test_many_groups_enter_in_blocks(made: Handmade) -> None:

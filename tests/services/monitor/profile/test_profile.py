@@ -3,13 +3,15 @@
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
-from tests.services.broker.journal.handmade import TRAINER, Handmade, began, settles, version
+from tests.services.broker.journal.handmade import TRAINER, Handmade, began, flip, settles, version
 
 from rolloutmq.schemas.wire.control import Pressure
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.broker.journal.format.events import Committed, Pulled
-from rolloutmq.services.monitor.profile.profile import profile, seconds
-from rolloutmq.services.monitor.profile.usage import UsageLine
+from rolloutmq.services.monitor.profile.profile import Profile, profile, profile_lines, seconds
+from rolloutmq.services.monitor.profile.usage import Usage, UsageLine
 
 
 def recorded(run_dir: Path, durability: str = "disk") -> Handmade:
@@ -83,6 +85,7 @@ def test_a_run_without_a_record_says_so(run_dir: Path, capsys: pytest.CaptureFix
 
 def test_the_fields_are_those_of_the_event() -> None:
     own = {"t", "kind", "name", "busy", "env", "bound", "want"}
+    own |= {"worker_states", "trimmed"}  # of the recorder
     assert set(UsageLine.__struct_fields__) - own <= set(Pressure.__struct_fields__)
 
 
@@ -92,3 +95,64 @@ def test_the_fields_are_those_of_the_event() -> None:
 )
 def test_durations_have_three_digits(value: float, shown: str) -> None:
     assert seconds(value) == shown
+
+
+def test_damage_of_the_records_is_told_and_the_rest_counts(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorded(run_dir)
+    trained(made)
+    whole = made.layout.metrics.read_text()
+    made.layout.metrics.write_text(f'{{"t": 1.0, "kind": "pre\n{whole}')
+    assert profile(run_dir, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "the trainer waits 75% of its time" in told
+    assert "not read: 1 line of metrics.jsonl, damaged" in told
+    assert profile(run_dir, as_json=True) == 0
+    assert "1 line of metrics.jsonl, damaged" in json.loads(capsys.readouterr().out)["not_read"]
+
+
+def test_a_gap_in_the_journal_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = recorded(run_dir)
+    trained(made)
+    flip(made.log_file(), made.log_file().stat().st_size // 2)
+    assert profile(run_dir, as_json=False) == 0
+    assert "not read: events-00000001.rmq: " in capsys.readouterr().out
+    assert profile(run_dir, as_json=True) == 0
+    assert any("damaged" in line for line in json.loads(capsys.readouterr().out)["not_read"])
+    made.layout.metrics.unlink()
+    made.log_file().write_bytes(b"no log")
+    assert profile(run_dir, as_json=False) == 1
+    told = capsys.readouterr().err
+    assert "nothing was recorded yet" in told
+    assert "not read: events-00000001.rmq" in told
+
+
+def test_groups_for_evaluation_have_rows_of_their_own(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorded(run_dir)
+    train, other = made.accept(1), made.accept(2)
+    slow = msgspec.structs.replace(other.header, started_at=other.header.finished_at - 600.0)
+    made.log(began(), [train, msgspec.structs.replace(other, split=Split.EVAL, header=slow)])
+    assert profile(run_dir, as_json=False) == 0
+    told = capsys.readouterr().out
+    rows = [line.split("  ")[0] for line in told.splitlines() if line.startswith("sort3")]
+    assert rows == ["sort3", "sort3", "sort3 (eval)", "sort3 (eval)"]
+    assert "the mean way of a group to the end of its step, 3.00 s" in told
+    assert profile(run_dir, as_json=True) == 0
+    hops = json.loads(capsys.readouterr().out)["hops"]
+    assert [(one["split"], one["groups"]) for one in hops] == [("train", 1)] * 2 + [("eval", 1)] * 2
+
+
+def test_a_run_without_a_settled_batch_is_told_so() -> None:
+    usage = Usage(start_s=3600.0)
+    assert next(profile_lines(Profile(usage, [], True, {}, {}))) == (
+        "where the time goes: 3600 s without a settled batch"
+    )
+
+
+def test_slots_that_the_record_lacks_are_told() -> None:
+    usage = Usage(has_settled=True, trainer_s=60.0, unknown_slots_s=60.0)
+    lines = profile_lines(Profile(usage, [], True, {}, {}))
+    assert any("the rollout slots of 60.0 s are not known" in line for line in lines)

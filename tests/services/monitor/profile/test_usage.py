@@ -1,5 +1,7 @@
 """Use of time, summed over the events of a run."""
 
+import pytest
+
 from rolloutmq.services.monitor.profile.usage import LaneLine, UsageLine, WorkerLine, read_usage
 
 READY, GONE = WorkerLine("sort3", "ready"), WorkerLine("sort3", "gone")
@@ -16,14 +18,14 @@ def test_time_is_summed_from_one_event_to_the_next() -> None:
         pressure(10.0, READY, trainers=0),
         pressure(12.0, READY, READY),
         pressure(13.0, READY, GONE, starved_s=0.5, trainer_waits_s={"no_batch": 0.5}),
-        pressure(14.0, blocked_s={"sort3": 12.0}, starved_s=0.5, producer_waits_s={"no_credit": 3.0}),
+        pressure(14.0, blocked_s={"sort3": 6.0}, starved_s=0.5, producer_waits_s={"no_credit": 3.0}),
     ]
     found = read_usage(lines, {"sort3": 4})
     assert (found.start_s, found.trainer_s) == (0.0, 2.0)
-    assert found.slot_s == {"sort3": 4 * (2 + 2 + 1)}
-    assert (found.starved, found.blocked) == (0.25, 0.6)
+    assert found.slot_s == {"sort3": 4 * (2 + 1)}
+    assert (found.starved, found.blocked) == (0.25, 0.5)
     assert found.producer_waits_s == {"no_credit": 3.0}
-    assert read_usage(lines, {}).slot_s == {"sort3": 5.0}
+    assert read_usage(lines, {}).slot_s == {"sort3": 3.0}
 
 
 def test_the_time_to_the_first_settled_batch_is_told_apart() -> None:
@@ -76,15 +78,68 @@ def test_servers_count_while_there_is_a_trainer_and_decisions_once_a_demand_is_k
     assert found.inference_bound == {"a"}
 
 
-def test_what_rollouts_make_is_compared_with_what_the_trainer_takes() -> None:
-    def lanes(accepted: int, settled: int) -> tuple[LaneLine, ...]:
-        return LaneLine(0, accepted, settled), LaneLine(1, 10 * accepted, 0)
+def test_what_rollouts_make_is_compared_with_the_growth_of_the_queue() -> None:
+    def lanes(accepted: int, queued: int) -> tuple[LaneLine, ...]:
+        return LaneLine(0, accepted, queued), LaneLine(1, 10 * accepted, 10 * queued)
 
-    found = read_usage([pressure(1.0, lanes=lanes(100, 90)), pressure(2.0, lanes=lanes(200, 150))], {})
-    assert (found.made, found.taken, found.queued) == (100, 60, 0.4)
+    found = read_usage([pressure(1.0, lanes=lanes(100, 10)), pressure(2.0, lanes=lanes(200, 50))], {})
+    assert (found.made, found.grown, found.queued) == (100, 40, 0.4)
 
 
 def test_nothing_recorded_is_no_use() -> None:
     found = read_usage([], {})
     assert (found.starved, found.blocked, found.busy) == (0.0, 0.0, None)
     assert read_usage([pressure(1.0)], {}).trainer_s == 0.0
+
+
+def test_a_gap_in_the_record_takes_the_waits_of_its_time_with_it() -> None:
+    lines = [
+        pressure(
+            t,
+            READY,
+            starved_s=0.1 * t,
+            trainer_waits_s={"no_batch": 0.1 * t},
+            blocked_s={"sort3": 0.2 * t},
+            producer_waits_s={"lane_full": 0.2 * t},
+        )
+        for t in (1.0, 6.0, 11.0, 1011.0, 1016.0, 1021.0)
+    ]
+    found = read_usage(lines, {})
+    assert (found.trainer_s, found.slot_s) == (20.0, {"sort3": 20.0})
+    assert [found.starved, found.blocked] == pytest.approx([0.1, 0.2])
+    assert found.producer_waits_s == {"lane_full": pytest.approx(4.0)}
+
+
+def test_slots_that_wait_for_an_absent_trainer_do_not_count() -> None:
+    lines = [pressure(1.0 + t, READY) for t in range(10)]
+    lines += [
+        pressure(10.0 + t, READY, trainers=0, blocked_s={"sort3": t}, producer_waits_s={"global_full": t})
+        for t in range(1, 90)
+    ]
+    found = read_usage(lines, {})
+    assert (found.trainer_s, found.slot_s) == (10.0, {"sort3": 10.0})
+    assert (found.blocked_s, found.producer_waits_s) == ({"sort3": 1.0}, {"global_full": 1.0})
+
+
+def test_workers_left_out_of_the_record_count_by_their_state() -> None:
+    def trimmed(t: float) -> UsageLine:
+        return pressure(
+            t, trimmed=("workers",), worker_states={"ready": 300, "silent": 5}, blocked_s={"a": 540.0 * t}
+        )
+
+    lines = [trimmed(1.0), trimmed(2.0)]
+    found = read_usage(lines, {"a": 2})
+    assert (found.slot_s, found.blocked, found.knows_slots) == ({"a": 600.0}, 0.9, True)
+    assert read_usage(lines, {}).slot_s == {"a": 300.0}  # the configuration cannot be read
+    several = read_usage(lines, {"a": 2, "b": 1})
+    assert (several.slot_s, several.blocked_s, several.unknown_slots_s) == ({}, {}, 1.0)
+    assert not several.knows_slots
+
+
+def test_a_life_that_settled_nothing_is_told_so() -> None:
+    looked_at = [pressure(1000.0 + t, trainers=0, epoch=2, settled_busy_s=0.0) for t in range(50)]
+    assert not read_usage(looked_at, {}).has_settled
+    found = read_usage([pressure(1.0), pressure(2.0), *looked_at], {})
+    assert (found.has_settled, found.start_s, found.trainer_s) == (True, 0.0, 1.0)
+    begun = [pressure(1000.0 + t, epoch=2, settled_busy_s=0.0) for t in range(50)]
+    assert read_usage([pressure(1.0), *begun], {}).start_s == 49.0
