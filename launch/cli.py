@@ -436,7 +436,7 @@ def report(
 @app.command(rich_help_panel=INSPECT)
 def profile(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json = False) -> None:
     """Show where the time of a run goes, what to change, and how long each hop of its groups took."""
-    from rolloutmq.services.monitor.profile.profile import profile
+    from rolloutmq.launch.commands.records.profile import profile
 
     raise typer.Exit(profile(to_read(run, run_dir), as_json=as_json))
 

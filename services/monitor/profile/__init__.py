@@ -1,1 +1,1 @@
-"""Where the time of a run goes: hops of its groups, waits of its processes, and what to change."""
+"""Where the time of a run goes, from the waits of its processes, and what to change."""

@@ -37,6 +37,8 @@ def advice(usage: Usage) -> list[Advice]:
     )
     if found:
         return found
+    if usage.is_unrecorded:
+        return [Advice(0.0, "no event of the broker was recorded", RECORD)]
     if not usage.trainer_s:
         return [
             Advice(0.0, "no trainer has settled a batch and gone on", "`rolloutmq status` says what waits")
@@ -63,6 +65,8 @@ def _trainer(usage: Usage) -> Advice | None:
 
 def _more_rollouts(usage: Usage) -> str:
     """Return what brings more groups to a trainer that starves."""
+    if 2 * usage.workerless_s > usage.starved_s:
+        return "no worker is ready most of that time: `rolloutmq workers` says why"
     held_back = _main(usage.producer_waits_s)
     if usage.blocked >= NOTICED and held_back in ROOM:
         return ROOM[held_back]
@@ -105,6 +109,7 @@ def _main(waits_s: Mapping[str, float]) -> str:
     return max(waits_s, key=lambda reason: waits_s[reason]) if any(waits_s.values()) else ""
 
 
+RECORD: Final = "`rolloutmq telemetry -r RUN` records them; `rolloutmq up` starts it by itself"
 MORE_INFERENCE: Final = "more inference: raise `inference.max_engines`, or use faster servers"
 LARGER_MARK: Final = "a larger mark: raise `broker.high_bytes` or `broker.high_groups`"
 SMALLER_GROUPS: Final = "smaller groups: lower `group_size`, or make the batch a multiple of it"

@@ -70,11 +70,13 @@ class Usage:
     """Sums over a run.
 
     Attributes:
+        is_unrecorded: The record has no event of the broker.
         has_settled: A batch was settled.
         start_s: Seconds from the first event to the first settled batch, over all lives of the broker. Only the first
             life counts without a trainer.
         trainer_s: Seconds with a trainer from then on, as all that follows.
         trainer_waits_s: Seconds of these in which it waited, by reason; each rank counts for its share.
+        workerless_s: Seconds in which workers were known, and none of them was ready.
         slot_s: Seconds of rollout slots of ready workers, by environment.
         unknown_slots_s: Seconds in which the number of slots is not known: the record leaves out the single workers of
             large fleets, and without them several environments cannot be told apart. No slot or wait of it counts.
@@ -86,10 +88,12 @@ class Usage:
         inference_bound: Environments whose workers were held back by the servers in most decisions with a demand.
     """
 
+    is_unrecorded: bool = False
     has_settled: bool = False
     start_s: float = 0.0
     trainer_s: float = 0.0
     trainer_waits_s: dict[str, float] = field(default_factory=dict)
+    workerless_s: float = 0.0
     slot_s: dict[str, float] = field(default_factory=dict)
     unknown_slots_s: float = 0.0
     blocked_s: dict[str, float] = field(default_factory=dict)
@@ -155,6 +159,7 @@ def read_usage(lines: Iterable[UsageLine], slots: Mapping[str, int]) -> Usage:
                 decisions[line.env] += 1
                 bounds[line.env] += line.bound == INFERENCE_BOUND
     found.start_s = sum(one.start_s for one in lives.values())
+    found.is_unrecorded = not lives
     found.has_settled = any(one.has_settled for one in lives.values())
     found.busy = busy / samples if samples else None
     found.inference_bound = frozenset(env for env in decisions if 2 * bounds[env] > decisions[env])
@@ -207,6 +212,8 @@ def _add_slots(found: Usage, before: UsageLine, line: UsageLine, slots: Mapping[
     if ready is None:
         found.unknown_slots_s += seconds
         return
+    if before.worker_states and not before.worker_states.get(WorkerState.READY):
+        found.workerless_s += seconds
     for env, workers in ready.items():
         _add(found.slot_s, env, seconds * workers * slots.get(env, 1))
     for total, until, since in (

@@ -5,7 +5,7 @@ from math import ceil
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rolloutmq.schemas.statistics.histogram import (
@@ -29,6 +29,7 @@ def exact_percentile(values: list[float], percent: float) -> float:
     return sorted(values)[max(1, ceil(len(values) * percent / 100)) - 1]
 
 
+@settings(deadline=None)
 @given(durations, st.floats(0.1, 100.0))
 def test_a_percentile_is_within_its_error(values: list[float], percent: float) -> None:
     exact = exact_percentile(values, percent)
@@ -44,6 +45,7 @@ def test_percentiles_of_a_thousand() -> None:
     assert told.mean_s == pytest.approx(values.mean())
 
 
+@settings(deadline=None)
 @given(durations, durations)
 def test_two_processes_tell_what_one_would_have(here: list[float], there: list[float]) -> None:
     merged = histogram_of(*here).merged(histogram_of(*there))

@@ -1,5 +1,7 @@
 """Advice names what limits a run."""
 
+from dataclasses import replace
+
 import pytest
 
 from rolloutmq.schemas.wire.replies import Wait
@@ -54,6 +56,8 @@ def used(
         (used(starved=0.6, grown=40), "(no_batch)", "more workers"),
         (used(starved=0.05, blocked=0.02), "nobody waits for more than 5% of the time", "balanced"),
         (used(starved=0.9, trainer="unsettled"), "nobody waits for more than 0%", "balanced"),
+        (Usage(is_unrecorded=True), "no event of the broker was recorded", "rolloutmq telemetry -r RUN"),
+        (replace(used(starved=0.9), workerless_s=80.0), "(no_batch)", "no worker is ready most of that time"),
         (Usage(), "no trainer has settled a batch", "rolloutmq status"),
     ],
 )

@@ -143,3 +143,15 @@ def test_a_life_that_settled_nothing_is_told_so() -> None:
     assert (found.has_settled, found.start_s, found.trainer_s) == (True, 0.0, 1.0)
     begun = [pressure(1000.0 + t, epoch=2, settled_busy_s=0.0) for t in range(50)]
     assert read_usage([pressure(1.0), *begun], {}).start_s == 49.0
+
+
+def test_time_in_which_no_worker_is_ready_is_told() -> None:
+    lines = [
+        pressure(1.0, worker_states={"ready": 1}),
+        pressure(2.0, worker_states={"fatal": 1}),
+        pressure(5.0, worker_states={}),
+        pressure(9.0),
+    ]
+    found = read_usage(lines, {})
+    assert (found.is_unrecorded, found.workerless_s) == (False, 3.0)
+    assert read_usage([], {}).is_unrecorded

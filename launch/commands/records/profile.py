@@ -15,9 +15,9 @@ from rolloutmq.schemas.statistics.histogram import Histogram
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.inspect.history import JournalHistory
+from rolloutmq.services.broker.journal.inspect.hops import Hop, HopFollower, HopKey, Slowest, merged
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.profile.advice import Advice, advice
-from rolloutmq.services.monitor.profile.hops import Hop, HopFollower, HopKey, Slowest, merged
 from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, read_usage
 from rolloutmq.services.monitor.status.worker_view import slots_of
 from rolloutmq.services.monitor.text import format
@@ -92,11 +92,13 @@ def profile_json(found: Profile) -> dict[str, Any]:
     usage = found.usage
     return {
         "advice": [one._asdict() for one in found.advice],
+        "is_unrecorded": usage.is_unrecorded,
         "has_settled": usage.has_settled,
         "start_s": usage.start_s,
         "trainer_s": usage.trainer_s,
         "starved_s": usage.starved_s,
         "trainer_waits_s": dict(usage.trainer_waits_s),
+        "workerless_s": usage.workerless_s,
         "slot_s": dict(usage.slot_s),
         "unknown_slots_s": usage.unknown_slots_s,
         "blocked_s": dict(usage.blocked_s),
@@ -141,6 +143,8 @@ def profile_lines(found: Profile) -> Iterator[str]:
 
 
 def _time(usage: Usage) -> str:
+    if usage.is_unrecorded:
+        return "not recorded"
     if not usage.has_settled:
         return f"{seconds(usage.start_s)} without a settled batch"
     return f"{seconds(usage.start_s)} to the first settled batch, then {seconds(usage.trainer_s)}"

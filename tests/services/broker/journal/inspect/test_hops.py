@@ -23,7 +23,7 @@ from rolloutmq.services.broker.journal.format.events import (
     WasReset,
 )
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
-from rolloutmq.services.monitor.profile.hops import BLOCK, Hop, HopFollower, HopKey, merged
+from rolloutmq.services.broker.journal.inspect.hops import BLOCK, Hop, HopFollower, HopKey, merged
 
 NEAR = 0.011
 

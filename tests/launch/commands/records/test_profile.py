@@ -7,10 +7,10 @@ import msgspec
 import pytest
 from tests.services.broker.journal.handmade import TRAINER, Handmade, began, flip, settles, version
 
+from rolloutmq.launch.commands.records.profile import Profile, profile, profile_lines, seconds
 from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.broker.journal.format.events import Committed, Pulled
-from rolloutmq.services.monitor.profile.profile import Profile, profile, profile_lines, seconds
 from rolloutmq.services.monitor.profile.usage import Usage, UsageLine
 
 
