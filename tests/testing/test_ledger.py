@@ -68,7 +68,8 @@ def test_what_is_no_id_and_no_count_is_refused_with_the_remedy() -> None:
     remedy = r"^sent: must be ids of groups \(got .*\); pass \[group\.group_id for group in groups\]$"
     with LocalBroker() as broker:
         send(broker.run_dir, "g-1")
-        for sent in ([group], iter(["g-1", group]), [1]):
+        strange: list[Any] = [[group], iter(["g-1", group]), [1]]
+        for sent in strange:
             with pytest.raises(UsageError, match=remedy):
                 assert_nothing_lost(broker, sent)
         assert_nothing_lost(broker, (name for name in ["g-1"]))
