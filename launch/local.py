@@ -276,14 +276,15 @@ class Launcher:
 
     async def _unhealthy(self) -> Ending:
         """Wait for a finding of `health.stop_on`, and return it as the end of the run."""
-        names = self._config.health.stop_on
+        findings = StopOn(self._config)
         async with EventFeed(self._layout, [topics.telemetry("health", "")]) as feed:
             while True:
                 event = await feed.next(LISTEN_S)
                 with contextlib.suppress(WireError):
                     found = codec.decode_event(event[1]) if event is not None else None
-                    if isinstance(found, HealthFinding) and found.finding in names and not found.ended:
-                        return stopped_on(found)
+                    ending = findings.take(found) if isinstance(found, HealthFinding) else None
+                    if ending is not None:
+                        return ending
 
     async def _stop(self, reason: str) -> None:
         limits = self._config.orchestrator
@@ -333,10 +334,40 @@ def _verdict(views: Mapping[str, ProcessView]) -> Ending | None:
     return None
 
 
-def stopped_on(found: HealthFinding) -> Ending:
-    """Return how a run ends on a finding of `health.stop_on`; to have learned the tasks is no failure."""
-    what = f"{found.finding} of {found.env}: {found.problem}; {found.remedy}"
-    return Ending(EXIT_DONE if found.finding == "solved" else EXIT_FAILED, f"health.stop_on: {what}")
+class StopOn:
+    """The findings of `health.stop_on`, and which of them ends the run. Pure.
+
+    The first finding of trouble ends it. `solved` is none: the run goes on while another environment has tasks to
+    learn. An environment without weight and minimum share only fills up batches: the run does not wait for it.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._names = frozenset(config.health.stop_on)
+        self._trained = {
+            name
+            for name, one in config.environment.items()
+            if one.split == "train" and (one.weight or one.min_share)
+        }
+        self._solved: set[str] = set()
+
+    def take(self, found: HealthFinding) -> Ending | None:
+        """Take a finding that began, lasts or ended, and return the end of the run; None if the run goes on."""
+        if found.finding not in self._names:
+            return None
+        if found.finding != "solved":
+            return None if found.ended else _stopped(EXIT_FAILED, found.env, found)
+        if found.ended:
+            self._solved.discard(found.env)
+            return None
+        self._solved.add(found.env)
+        if not self._trained <= self._solved:
+            return None
+        last = f", {found.env} as the last" if len(self._solved) > 1 else ""
+        return _stopped(EXIT_DONE, f"{', '.join(sorted(self._solved))}{last}", found)
+
+
+def _stopped(code: int, envs: str, found: HealthFinding) -> Ending:
+    return Ending(code, f"health.stop_on: {found.finding} of {envs}: {found.problem}; {found.remedy}")
 
 
 async def trained(layout: RunLayout, steps: int) -> Ending:

@@ -88,9 +88,19 @@ class Ledger:
         )
 
 
-def run_dir_of(run: Run) -> Path:
-    """Return the run directory of a broker for tests, or the directory itself."""
-    return Path(run) if isinstance(run, str | Path) else run.run_dir
+def run_dir_of(run: Run, argument: str = "run") -> Path:
+    """Return the run directory of a broker for tests, or the directory itself.
+
+    Raises:
+        UsageError: It is neither, which names the argument; or the broker has no directory, see `LocalBroker.run_dir`.
+    """
+    if isinstance(run, str | Path):
+        return Path(run)
+    if not hasattr(type(run), "run_dir"):
+        raise UsageError(
+            f"{argument}: must be a LocalBroker or a run directory (got {run!r}); pass one of them"
+        )
+    return run.run_dir
 
 
 def read_ledger(run: Run) -> Ledger:
@@ -101,7 +111,7 @@ def read_ledger(run: Run) -> Ledger:
 
     Raises:
         MissingError: The directory holds no run.
-        UsageError: The run has durability `memory`, without a journal.
+        UsageError: The run has durability `memory`, without a journal; or `run` is neither a broker nor a directory.
     """
     layout = RunLayout(run_dir_of(run))
     if not recorded(layout):
@@ -139,11 +149,18 @@ def assert_nothing_lost(run: Run, sent: Iterable[str] = (), *, dropped: Collecti
     Raises:
         AssertionError: Groups are missing or dropped, or records contradict each other; it names each.
         MissingError: As for `read_ledger`.
-        UsageError: As for `read_ledger`; or `sent` is one text, or `dropped` has no state of dropped groups.
+        UsageError: As for `read_ledger`; or `sent` has something other than ids, or is one text, or `dropped` has
+            another state than those of dropped groups.
     """
     __tracebackhide__ = True
     if isinstance(sent, str):
         raise UsageError(f"sent: must be ids of groups (got the text {sent!r}); pass a list of ids")
+    sent = list(sent)
+    strange = next((one for one in sent if not isinstance(one, str)), None)
+    if strange is not None:
+        raise UsageError(
+            f"sent: must be ids of groups (got {strange!r}); pass [group.group_id for group in groups]"
+        )
     if isinstance(dropped, str) or not DROPPED.issuperset(dropped):
         names = ", ".join(sorted(DROPPED))
         raise UsageError(f"dropped: must be a set of the states {names} (got {dropped!r})")
@@ -170,9 +187,12 @@ def assert_settled(run: Run, count: int) -> None:
 
     Raises:
         AssertionError: It is another number; the error names the groups that are not settled, with their states.
-        MissingError, UsageError: As for `read_ledger`.
+        MissingError: As for `read_ledger`.
+        UsageError: As for `read_ledger`; or `count` is no integer of at least 0.
     """
     __tracebackhide__ = True
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise UsageError(f"count: must be a number of groups, at least 0 (got {count!r}); pass an integer")
     ledger = read_ledger(run)
     if ledger.settled != count:
         others = [ledger.told(name) for name, state in ledger.states.items() if state not in SETTLED]

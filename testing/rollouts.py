@@ -88,7 +88,7 @@ async def roll_out_async(
         Exception: What the environment raised in the first failed rollout; later ones are not made. It has a note if
             leaving the environment failed, too.
         MissingError: The run directory does not exist.
-        UsageError: `groups` or `size` is below 1.
+        UsageError: `groups` or `size` is below 1, or `to` is neither a broker nor a directory.
         WaitTimeoutError: There are fewer groups after `timeout_s`, for example because a rollout hangs or the broker
             gives no permit.
     """
@@ -133,7 +133,7 @@ async def roll_out_async(
 @asynccontextmanager
 async def _producer(to: "Run", env: str, size: int, limit_s: float | None) -> AsyncIterator[Producer]:
     """Open a producer with a name of its own, so calls that run at once do not fence each other."""
-    layout = RunLayout(run_dir_of(to))
+    layout = RunLayout(run_dir_of(to, "to"))
     if not layout.root.is_dir():
         raise MissingError(str(layout.root), "start a broker there, or pass a LocalBroker", "is no directory")
     name = open_producers.claim(env)

@@ -4,6 +4,7 @@ A TOML file has types, so a text there is neither a number nor true or false, an
 variable and `--set` have only text: what is not TOML in them stays a `Text`, which is read as pydantic does.
 """
 
+import json
 from typing import Annotated, Any, Final, LiteralString, Self
 
 from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler
@@ -110,6 +111,10 @@ _PROBLEMS: Final = {
     "model_type": "must be a section with keys",
     "model_attributes_type": "must be a section with keys",
     "dict_type": "must be a section with keys",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "set_type": "must be a list",
+    "frozen_set_type": "must be a list",
 }
 
 
@@ -134,4 +139,6 @@ def problem_of(error: ErrorDetails) -> str:
     text = error["msg"].partition(", unable to parse")[0].removeprefix("Input ")
     text = text[:1].lower() + text[1:]
     problem = _PROBLEMS.get(error["type"], text.replace("should ", "must ", 1))
+    if problem == _PROBLEMS["list_type"] and isinstance(error["input"], str) and error["input"]:
+        problem += f", such as [{json.dumps(error['input'], ensure_ascii=False)}]"
     return f"{problem} (got {error['input']!r})"

@@ -218,4 +218,5 @@ class HealthConfig(Section):
     filtered: Fraction = 0.75
     """`filtering`: least part of groups that the trainer filtered, by whatever rule, of those not solved."""
     stop_on: tuple[FindingName, ...] = ()
-    """Findings to end the run on: on `solved` with exit code 0, on any other with 1."""
+    """Findings to end the run on: on `solved` with exit code 0, once each training environment with a weight is solved;
+    on any other, of whatever environment, with 1."""

@@ -120,7 +120,7 @@ class Trajectory:
 
     def then(self, completion: Completion) -> "Trajectory":
         """Return this trajectory with one more turn: the new part of the prompt (given) and the answer
-        (sampled).
+        (sampled). It has no score until `scored` gives one: an earlier score was that of the turns before.
 
         Raises:
             InvalidGroupError: The prompt of the turn does not begin with this trajectory, for example because a chat
@@ -137,6 +137,7 @@ class Trajectory:
             logprobs=[*self.logprobs, *turn.logprobs[before:]],
             oldest=min(self.oldest or completion.oldest, completion.oldest),
             newest=max(self.newest or completion.newest, completion.newest),
+            score=UNSCORED,
             finish_reason=completion.finish_reason,
             temperatures=None
             if self.temperatures is None and turn.temperatures is None

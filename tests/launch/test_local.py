@@ -10,7 +10,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from tests.bus.producer.test_spool_file import as_version as spool_as_version
 from tests.bus.producer.test_spool_file import filled
@@ -23,7 +25,7 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import local, results
 from rolloutmq.launch.endings import UserCodeError
 from rolloutmq.launch.preflight.checks import Examined
-from rolloutmq.launch.settings import load
+from rolloutmq.launch.settings import load, validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.files import RunLayout
@@ -360,7 +362,39 @@ def test_an_environment_that_ends_the_run_shows_the_exception_of_its_code(
 @pytest.mark.parametrize(("finding", "code"), [("solved", 0), ("collapse", 1)])
 def test_a_run_that_ends_on_a_finding_fails_unless_it_has_learned(finding: str, code: int) -> None:
     found = HealthFinding(env="math", at=0.0, finding=finding, problem="found", remedy="act")
-    assert local.stopped_on(found) == local.Ending(code, f"health.stop_on: {finding} of math: found; act")
+    ending = local.StopOn(stopping_on([finding], "math")).take(found)
+    assert ending == local.Ending(code, f"health.stop_on: {finding} of math: found; act")
+
+
+def stopping_on(findings: list[str], *names: str, **sections: Any) -> RunConfig:
+    own = {name: {"entry": "a:B"} for name in names} | sections
+    return validate(
+        {"environment": own, "health": {"stop_on": findings}, "evaluation": {"enabled": "held_out" in own}}
+    )
+
+
+def test_a_run_of_several_environments_ends_once_each_is_solved() -> None:
+    def solved(env: str, *, ended: bool = False) -> HealthFinding:
+        return HealthFinding(env=env, at=0.0, finding="solved", problem="found", remedy="act", ended=ended)
+
+    held_out = {"split": "eval", "entry": "a:B", "min_workers": 1}
+    unused = {"weight": 0.0, "entry": "a:B"}
+    config = stopping_on(["solved"], "easy", "hard", held_out=held_out, unused=unused)
+    findings = local.StopOn(config)
+    assert findings.take(solved("easy")) is None
+    assert findings.take(solved("easy")) is None, "told again while it lasts"
+    assert findings.take(solved("easy", ended=True)) is None
+    assert findings.take(solved("hard")) is None, "easy is solved no longer"
+    why = "health.stop_on: solved of easy, hard, easy as the last: found; act"
+    assert findings.take(solved("easy")) == local.Ending(0, why)
+
+
+def test_trouble_in_one_of_several_environments_ends_the_run() -> None:
+    findings = local.StopOn(stopping_on(["solved", "collapse"], "easy", "hard"))
+    trouble = HealthFinding(env="hard", at=0.0, finding="collapse", problem="found", remedy="act")
+    assert findings.take(msgspec.structs.replace(trouble, finding="drift")) is None
+    assert findings.take(msgspec.structs.replace(trouble, ended=True)) is None
+    assert findings.take(trouble) == local.Ending(1, "health.stop_on: collapse of hard: found; act")
 
 
 def test_for_a_program_each_line_is_json_and_the_last_one_the_end(

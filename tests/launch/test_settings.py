@@ -67,6 +67,24 @@ def test_the_types_of_a_file_are_kept(file: Path, value: str, problem: str) -> N
     assert str(refused.value) == f"environment.sort3.max_workers: {problem}"
 
 
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("health.stop_on", "solved", "must be a list, such as [\"solved\"] (got 'solved')"),
+        ("evaluation.environments", "sort3", "must be a list, such as [\"sort3\"] (got 'sort3')"),
+        ("run.http_hosts", "4", "must be a list (got 4)"),
+        ("trainer.betas", "0.9", "must be a list (got 0.9)"),
+        ("gateway.cors_origins", '""', "must be a list (got '')"),
+    ],
+)
+def test_a_value_in_place_of_a_list_is_refused_with_the_list(
+    file: Path, key: str, value: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(file, environ={}, assignments=[f"{key}={value}"])
+    assert str(refused.value) == f"{key}: {problem}"
+
+
 def test_variables_and_assignments_have_no_types(file: Path) -> None:
     environ = {"ROLLOUTMQ_ORCHESTRATOR__ENABLED": "yes", "ROLLOUTMQ_BROKER__REPLAY": "1"}
     assignments = ['environment.sort3.max_workers="9"', "broker.lease_s=060", "run.name='4'"]

@@ -1,6 +1,7 @@
 """Assertions on the ledger name every group that they miss."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,6 +61,24 @@ def test_a_group_that_was_not_accepted_is_named() -> None:
         send(broker.run_dir, "g-1")
         with pytest.raises(AssertionError, match=r"^1 lost: g-2 \(never accepted\)$"):
             assert_nothing_lost(broker, ["g-1", "g-2"])
+
+
+def test_what_is_no_id_and_no_count_is_refused_with_the_remedy() -> None:
+    group: Any = Group.build("g-1", tokens=[[1, 2]], mask=[[0, 1]], scores=[1.0])
+    remedy = r"^sent: must be ids of groups \(got .*\); pass \[group\.group_id for group in groups\]$"
+    with LocalBroker() as broker:
+        send(broker.run_dir, "g-1")
+        strange: list[Any] = [[group], iter(["g-1", group]), [1]]
+        for sent in strange:
+            with pytest.raises(UsageError, match=remedy):
+                assert_nothing_lost(broker, sent)
+        assert_nothing_lost(broker, (name for name in ["g-1"]))
+        for count in ("0", False, -1, 0.0, None):
+            with pytest.raises(UsageError, match=r"^count: must be a number of groups, at least 0 \(got "):
+                assert_settled(broker, count)  # type: ignore[arg-type]
+    for call in (read_ledger, assert_nothing_lost, lambda run: assert_settled(run, 0)):
+        with pytest.raises(UsageError, match=r"^run: must be a LocalBroker or a run directory \(got 3\)"):
+            call(3)  # type: ignore[arg-type]
 
 
 def test_a_dropped_group_is_named_with_the_reason_unless_it_is_allowed() -> None:

@@ -65,6 +65,13 @@ async def test_a_broker_has_accepted_all_groups() -> None:
         assert all(name.startswith("add-0/") for name in sent)
 
 
+def test_another_receiver_than_a_broker_or_a_directory_is_refused() -> None:
+    policy = right()
+    with pytest.raises(UsageError, match=r"^to: must be a LocalBroker or a run directory \(got 3\)"):
+        roll_out(Add(), policy, 1, to=3)  # type: ignore[arg-type]
+    assert not policy.calls
+
+
 def test_the_first_failure_is_raised_as_it_was() -> None:
     class Broken(Add):
         def score(self, task: Any, completion: Completion) -> float:  # noqa: ARG002

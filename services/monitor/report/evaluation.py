@@ -1,7 +1,7 @@
 """The evaluation of a run as figures for `summary.json` and as lines for people. Pure."""
 
 from collections.abc import Iterator, Sequence
-from math import ceil
+from math import ceil, floor
 from typing import Any, Final, NamedTuple, Self
 
 import msgspec
@@ -72,9 +72,12 @@ class LeftOut(NamedTuple):
 
     def _remedy(self) -> str:
         fewer = "raise evaluation.every or lower evaluation.tasks"
-        share = ceil(100 * self.needed_share) / 100
-        if not self.by_share:
+        if self.max_share is None:
             return f"a point takes {self.point_s:.1f} s: {fewer}"
+        above = (
+            floor(round(100 * self.max_share, 6)) + 1
+        )  # a point did not fit, though the run had more time later
+        share = max(ceil(100 * self.needed_share), above) / 100
         if share >= 1:
             return f"all of {self.point_s:.1f} s each do not fit into the time of the run: {fewer}"
         return f"with points of {self.point_s:.1f} s all need about {share:g}: raise max_share, or {fewer}"

@@ -66,7 +66,7 @@ class Retold(Plus):
 
     async def rollout(self, policy, size, rng):
         turns = [await self.member(policy, None, rng) for _ in range(size)]
-        return [Trajectory.of(one, 0.0).then(two) for one, two in turns]
+        return [Trajectory.of(one).then(two).scored(0.0) for one, two in turns]
 
 
 class Continued(Retold):
@@ -434,7 +434,7 @@ class Retokenized(Good):
     async def rollout(self, policy, size, rng):
         (first,) = await policy.complete("1=", max_tokens=30)
         (second,) = await policy.complete(f"1={first.text}=", max_tokens=3)
-        return [Trajectory.of(first, 0.0).then(second)] * size
+        return [Trajectory.of(first).then(second).scored(0.0)] * size
 
 
 class OverlapExits(Good):

@@ -145,7 +145,7 @@ async def test_turns_that_do_not_continue_each_other_are_told_with_the_texts_of_
 ) -> None:
     async def twice() -> list[Trajectory]:
         first, second = [(await ScriptedPolicy("a").complete(text))[0] for text in ("q", "qab")]
-        return [Trajectory.of(first, 0.0).then(second)]
+        return [Trajectory.of(first).then(second).scored(0.0)]
 
     async def rewritten(_number: int, _rng: random.Random) -> list[Trajectory]:
         if not nested:
@@ -164,7 +164,7 @@ async def test_turns_that_do_not_continue_each_other_are_told_with_the_texts_of_
 async def test_a_policy_that_cannot_name_tokens_hides_no_mismatch() -> None:
     async def rewritten(_number: int, _rng: random.Random) -> list[Trajectory]:
         first, second = [(await ScriptedPolicy("a").complete(text))[0] for text in ("q", "qab")]
-        return [Trajectory.of(first, 0.0).then(second)]
+        return [Trajectory.of(first).then(second).scored(0.0)]
 
     outlet, told = FakeOutlet(1), list[str]()
     rollouts = made(Scene(rewritten), outlet, failure_limit=2)

@@ -71,6 +71,14 @@ def test_a_trajectory_without_versions_has_the_one_its_worker_knew_beside_others
     assert not span(plain)[2], "its producer knows it"
 
 
+def test_a_new_turn_has_no_score_until_it_is_scored() -> None:
+    first = Trajectory.of(completion([1, 2], [7]), 0.5)
+    both = first.then(completion([1, 2, 7, 50], [8]))
+    with pytest.raises(InvalidGroupError, match="sequence 1: has no score"):
+        group_of("g", [first, both])
+    assert group_of("g", [first, both.scored(1.0)]).scores.tolist() == [0.5, 1.0]
+
+
 def test_each_turn_keeps_the_temperature_it_was_sampled_at() -> None:
     cold, warm = (replace(completion([1, 2], [7]), temperature=t) for t in (0.5, 1.0))
     later = completion([1, 2, 7, 50], [8])
@@ -79,10 +87,10 @@ def test_each_turn_keeps_the_temperature_it_was_sampled_at() -> None:
     assert Trajectory.of(cold).then(later).temperatures == [1.0, 1.0, 0.5, 1.0, 1.0]
     both = Trajectory.of(warm, 0.0).then(replace(later, temperature=2.0))
     assert both.temperatures == [1.0, 1.0, 1.0, 1.0, 2.0]
-    group = group_of("g", [both, Trajectory.of(warm, 0.0)])
+    group = group_of("g", [both.scored(0.0), Trajectory.of(warm, 0.0)])
     assert [row.tolist() for row in group["temperatures"]] == [[1, 1, 1, 1, 2], [1, 1, 1]]
     plain = Trajectory.of(warm, 0.0)
-    assert "temperatures" not in group_of("g", [plain, plain.then(later)])
+    assert "temperatures" not in group_of("g", [plain, plain.then(later).scored(0.0)])
 
 
 @pytest.mark.parametrize("prompt", [[1, 2], [1, 2, 8], [9, 1, 2, 7]])

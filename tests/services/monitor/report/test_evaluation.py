@@ -115,6 +115,18 @@ def test_points_of_one_version_are_one_score_and_count_each(run_dir: Path) -> No
     assert (figure["points"], figure["seconds"], figure["first"]["id"]) == (8, 16.0, "eval-7")
 
 
+def test_the_share_to_set_is_above_the_one_that_left_points_out() -> None:
+    for max_share, spent_s, told in (
+        (0.1, 4.9, "0.11"),
+        (0.29, 0.0, "0.3"),
+        (0.1, 5.0, "0.15"),
+        (0.105, 0.1, "0.11"),
+    ):
+        cost = {"spent_s": spent_s, "wall_s": 100.0 if spent_s < 5 else 70.0}
+        text = LeftOut.of([], [late(10, max_share, **cost)]).text()
+        assert f"with points of 5.0 s all need about {told}: raise max_share" in text
+
+
 def late(step: int, max_share: float | None = 0.1, **given: Any) -> PostponedPoint:
     usual: dict[str, Any] = {"point_s": 5.0, "spent_s": 5.0, "wall_s": 50.0}
     return PostponedPoint(at=1.0, step=step, every=10, max_share=max_share, **(usual | given))
