@@ -25,7 +25,7 @@ from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json, read_lives
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.launch.end_notice import failure_report
+from rolloutmq.launch.end_notice import failure_reports
 from rolloutmq.launch.rundir import ended_lives
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
@@ -344,7 +344,7 @@ def print_report(config: RunConfig, layout: RunLayout, *, as_json: bool, picture
             write_report(layout, config, summary, picture)
         drawn = picture or (layout.report if layout.report.exists() else None)
         lines = [*_lines(config, layout, summary, drawn, found), ""]
-        if report := failure_report(layout, summary["ended"], _began(layout)):
+        for report in failure_reports(layout, _began(layout)):
             lines += [*report.splitlines(), ""]
     finally:
         if as_json:

@@ -307,13 +307,16 @@ def test_report_of_an_active_run_does_not_make_it_ended(layout: RunLayout) -> No
     assert "its broker, which was started by hand, has ended" in fate_of(layout).say(layout)
 
 
-def test_report_of_a_failed_environment_has_the_traceback_of_its_code(layout: RunLayout) -> None:
-    layout.summary.write_text(json.dumps({"ended": "environment.sort3: 20 rollouts in a row failed"}))
+@pytest.mark.parametrize(
+    "reason", ["environment.sort3: 20 rollouts in a row failed", "interrupted by SIGINT"]
+)
+def test_report_has_the_traceback_of_the_code_of_an_environment(layout: RunLayout, reason: str) -> None:
+    layout.summary.write_text(json.dumps({"ended": reason}))
     failure = UserFailure(error="ValueError: planted", report='File "a.py", line 8, in score')
     layout.failure("sort3").parent.mkdir(parents=True, exist_ok=True)
     write_json(layout.failure("sort3"), failure)
     told = report(layout).stdout
-    assert "ended      environment.sort3: 20 rollouts in a row failed" in told
+    assert f"ended      {reason}" in told
     assert (
         'last error of environment sort3: ValueError: planted\n\n    File "a.py", line 8, in score\n' in told
     )
