@@ -101,7 +101,22 @@ def failure_report(layout: RunLayout, reason: str, since: float) -> str:
     found = re.match(r"environment\.([^.:]+)", reason)
     if found is None:
         return ""
-    env, path, failure = found[1], layout.failure(found[1]), None
+    return _failure_of(layout, found[1], since)
+
+
+def failure_reports(layout: RunLayout, since: float) -> list[str]:
+    """Return the last exception of each environment that had one, whatever ended the run, or nothing did.
+
+    Args:
+        layout: Files of the run.
+        since: Beginning of this life of the run, wall-clock seconds.
+    """
+    envs = sorted(path.stem for path in layout.failures.glob("*.json"))
+    return [told for env in envs if (told := _failure_of(layout, env, since))]
+
+
+def _failure_of(layout: RunLayout, env: str, since: float) -> str:
+    path, failure = layout.failure(env), None
     with suppress(OSError, msgspec.DecodeError):
         failure = read_json(path, UserFailure) if path.stat().st_mtime >= since else None
     if failure is None:

@@ -25,7 +25,7 @@ from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json, read_lives
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.launch.end_notice import failure_report
+from rolloutmq.launch.end_notice import failure_reports
 from rolloutmq.launch.rundir import ended_lives
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
@@ -33,6 +33,7 @@ from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, Settled
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.printable import printable_lines, shell_word
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.broker.journal.format.events import Accepted, GroupSnapshot, GroupState
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
 from rolloutmq.services.broker.journal.inspect.history import JournalHistory
@@ -142,6 +143,18 @@ def _ledger(layout: RunLayout) -> LedgerFigures | None:
 
 def _asked(layout: RunLayout) -> LedgerFigures | None:
     """Ask a running broker for the counts of its ledger; None if there is none, or no reply."""
+    status = _status(layout)
+    if status is None:
+        return None
+    ledger = status.pressure.ledger
+    counts = Counter(dict.fromkeys(STATES.values(), 0))
+    for state, name in STATES.items():
+        counts[name] += getattr(ledger, state.value)
+    return LedgerFigures(ledger.accepted, counts, ledger.rewound, {}, is_whole=False)
+
+
+def _status(layout: RunLayout) -> StatusReply | None:
+    """Ask a running broker for its status; None if there is none, or no reply."""
     endpoints = endpoints_of(layout)
     if endpoints is None or not fate_of(layout).broker:
         return None
@@ -150,31 +163,55 @@ def _asked(layout: RunLayout) -> LedgerFigures | None:
             reply = client.request(GetStatus(), ANSWER_S)
     except RolloutMQError:
         return None
-    if not isinstance(reply, StatusReply):
-        return None
-    ledger = reply.pressure.ledger
-    counts = Counter(dict.fromkeys(STATES.values(), 0))
-    for state, name in STATES.items():
-        counts[name] += getattr(ledger, state.value)
-    return LedgerFigures(ledger.accepted, counts, ledger.rewound, {}, is_whole=False)
+    return reply if isinstance(reply, StatusReply) else None
 
 
-def survey(layout: RunLayout, saved: Iterable[str], ledger: LedgerFigures | None = None) -> Survey:
+def _held(layout: RunLayout) -> list[str]:
+    """Return ids of the groups that a running broker without a journal has, which tells only their number.
+
+    The queue is nearly first in, first out: of the groups that no log names, the newest are taken.
+    """
+    status = _status(layout)
+    if status is None:
+        return []
+    ledger, lanes = status.pressure.ledger, status.pressure.lanes
+    evaluated = sum(lane.queued_groups + lane.leased_groups for lane in lanes if lane.split is Split.EVAL)
+    count = max(0, ledger.queued + ledger.leased - evaluated)
+    damaged: Counter[str] = Counter()
+    acked = {
+        line.group_id: line.at
+        for path in layout.acks.glob("*.jsonl")
+        for line in read_whole_lines(path, AckedGroup, damaged)
+        if line.split is not Split.EVAL
+    }
+    log = read_settled(layout, partial(read_whole_lines, damaged=damaged))
+    dropped = list(read_whole_lines(layout.dropped, DroppedGroup, damaged))
+    unnamed = settle_accounts(acked, log, dropped, ()).lost
+    return sorted(unnamed, key=lambda name: acked.get(name, 0.0), reverse=True)[:count]
+
+
+def survey(
+    layout: RunLayout, saved: Iterable[str], ledger: LedgerFigures | None = None, as_of: float = inf
+) -> Survey:
     """Compare produced with trained groups of a run. Blocks on the disk.
 
     Args:
         layout: Of a running or ended run; a missing log counts as empty.
-        saved: Ids of the groups the broker still queues.
+        saved: Ids of the groups the broker still has.
         ledger: The broker's ledger, if the trainer wrote no log.
+        as_of: Time at which a running broker's records were read, wall-clock seconds: it has what was accepted since.
     """
+    since: set[str] = set()
     unreadable: Counter[str] = Counter()
     acked: dict[str, Produced | None] = {}
     for path in sorted(layout.acks.glob("*.jsonl")):
         for line in read_whole_lines(path, AckedGroup, unreadable):
             acked[line.group_id] = described(line) or acked.get(line.group_id)
+            if line.at >= as_of:
+                since.add(line.group_id)
     log = read_settled(layout, partial(read_whole_lines, damaged=unreadable))
     dropped = list(read_whole_lines(layout.dropped, DroppedGroup, unreadable))
-    accounts = settle_accounts(acked, log, dropped, saved, ledger)
+    accounts = settle_accounts(acked, log, dropped, since.union(saved), ledger)
     produced = {name: group for name, group in acked.items() if group is not None}
     history = JournalHistory(layout.journal)
     if unknown := accounts.accepted - produced.keys():
@@ -183,10 +220,17 @@ def survey(layout: RunLayout, saved: Iterable[str], ledger: LedgerFigures | None
 
 
 class BrokerRecords(NamedTuple):
-    """What the broker left: ids of the groups it still holds, and its ledger if the trainer wrote no log."""
+    """What the broker left, or has.
+
+    Attributes:
+        saved: Ids of the groups it still holds.
+        ledger: Its ledger, if the trainer wrote no log.
+        as_of: Time before these were read if it runs, wall-clock seconds: it accepts more meanwhile.
+    """
 
     saved: list[str]
     ledger: LedgerFigures | None
+    as_of: float = inf
 
 
 def unread(found: Survey) -> Iterable[str]:
@@ -227,7 +271,7 @@ def conclude(
         as_json: Print one line of JSON: `event`, which is "end", and the summary.
     """
     records = _read(layout, is_ours=config.trainer.enabled)
-    found = survey(layout, records.saved, records.ledger)
+    found = survey(layout, records.saved, records.ledger, records.as_of)
     summary = _summary(config, layout, reason, None, records, found)
     write_private(layout.summary, json.dumps(summary, indent=2).encode() + b"\n")
     drawn = _picture(config, layout, summary) if picture else None
@@ -291,7 +335,7 @@ def print_report(config: RunConfig, layout: RunLayout, *, as_json: bool, picture
         MissingError: A picture is wanted, and matplotlib is not installed.
     """
     records = _read(layout, is_ours=config.trainer.enabled)
-    found = survey(layout, records.saved, records.ledger)
+    found = survey(layout, records.saved, records.ledger, records.as_of)
     summary: dict[str, Any] | None = None
     lines: list[str] = []
     try:
@@ -300,7 +344,7 @@ def print_report(config: RunConfig, layout: RunLayout, *, as_json: bool, picture
             write_report(layout, config, summary, picture)
         drawn = picture or (layout.report if layout.report.exists() else None)
         lines = [*_lines(config, layout, summary, drawn, found), ""]
-        if report := failure_report(layout, summary["ended"], _began(layout)):
+        for report in failure_reports(layout, _began(layout)):
             lines += [*report.splitlines(), ""]
     finally:
         if as_json:
@@ -332,13 +376,18 @@ def _summary(
         wall_s=wall_s,
         lives=_lives(layout),
         ledger=records.ledger,
+        as_of=records.as_of,
     )
     return {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
 
 
 def _read(layout: RunLayout, *, is_ours: bool) -> BrokerRecords:
-    saved = remaining_ids(layout.journal) if layout.journal.is_dir() else load(layout.saved).ids
-    return BrokerRecords(saved, ledger_figures(layout, is_ours=is_ours))
+    as_of = time.time() if fate_of(layout).broker else inf
+    if layout.journal.is_dir():
+        saved = remaining_ids(layout.journal)
+    else:
+        saved = load(layout.saved).ids if as_of == inf else _held(layout)
+    return BrokerRecords(saved, ledger_figures(layout, is_ours=is_ours), as_of)
 
 
 def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> Path | None:

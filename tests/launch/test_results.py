@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.monitor.liveness import fate_of
+from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.services.worker.user_code.failures import UserFailure
 
 
@@ -305,13 +307,16 @@ def test_report_of_an_active_run_does_not_make_it_ended(layout: RunLayout) -> No
     assert "its broker, which was started by hand, has ended" in fate_of(layout).say(layout)
 
 
-def test_report_of_a_failed_environment_has_the_traceback_of_its_code(layout: RunLayout) -> None:
-    layout.summary.write_text(json.dumps({"ended": "environment.sort3: 20 rollouts in a row failed"}))
+@pytest.mark.parametrize(
+    "reason", ["environment.sort3: 20 rollouts in a row failed", "interrupted by SIGINT"]
+)
+def test_report_has_the_traceback_of_the_code_of_an_environment(layout: RunLayout, reason: str) -> None:
+    layout.summary.write_text(json.dumps({"ended": reason}))
     failure = UserFailure(error="ValueError: planted", report='File "a.py", line 8, in score')
     layout.failure("sort3").parent.mkdir(parents=True, exist_ok=True)
     write_json(layout.failure("sort3"), failure)
     told = report(layout).stdout
-    assert "ended      environment.sort3: 20 rollouts in a row failed" in told
+    assert f"ended      {reason}" in told
     assert (
         'last error of environment sort3: ValueError: planted\n\n    File "a.py", line 8, in score\n' in told
     )
@@ -381,3 +386,49 @@ def acked_and_trained(layout: RunLayout) -> dict[str, int]:
     summary = summary_of(layout)
     assert summary["steps"] > 0
     return {name: summary[name] for name in ("groups_accepted", "groups_trained", "groups_lost")}
+
+
+@pytest.mark.parametrize("durability", ["disk", "memory"])
+def test_what_a_running_broker_has_is_in_flight(run_dir: Path, durability: str) -> None:
+    """Queued and leased groups are; one that was acked, and that the broker does not have, is lost."""
+    layout = RunLayout(run_dir)
+    config = validate({"broker": {"durability": durability}, "run": {"dir": str(run_dir)}})
+    write_json(layout.config, config)
+    with running_broker(config, layout):
+        with Producer.blocking(str(run_dir), env="mine", producer="p", group_size=2) as producer:
+            for name in "abcdef":
+                producer.send(make_group(name), timeout_s=30.0)
+        write_lines(layout.ack_log("p"), list(map(acked, "abcdef")))
+        with Consumer.blocking(str(run_dir), sequences=4) as consumer:
+            batches = iter(consumer)
+            next(batches).ack()
+            settled = [line for line in read_lines(layout.settled, SettledBatch) if line.trained]
+            write_lines(layout.trained, settled)
+            assert states_of(layout) == {"accepted": 6, "trained": 2, "in_flight": 4}
+            leased = next(batches)
+            assert states_of(layout) == {"accepted": 6, "trained": 2, "in_flight": 4}
+            write_lines(layout.ack_log("gone-0"), [acked("g")])
+            assert states_of(layout) == {"accepted": 7, "trained": 2, "in_flight": 4, "lost": 1}
+            write_lines(layout.ack_log("gone-0"), [])
+            leased.ack()
+
+
+def test_what_is_acked_while_a_report_reads_is_in_flight(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    write_lines(layout.ack_log("sort3-0"), [acked("a"), msgspec.structs.replace(acked("b"), at=3.0)])
+    assert fates(survey(layout, [], as_of=2.0)) == {"in_flight": 1, "lost": 1}
+
+
+def states_of(layout: RunLayout) -> dict[str, int]:
+    """Return the groups of a report by state, without zeros; those of its comparison agree."""
+    reply = json.loads(report(layout, "--json").stdout)
+    summary = reply["summary"]
+    states = ("accepted", "trained", "filtered", "in_flight", "lost")
+    counts = {state: summary[f"groups_{state}"] for state in states if summary[f"groups_{state}"]}
+    fates = Counter(reply["bias"]["undescribed"])
+    for env in reply["bias"]["environments"].values():
+        fates.update(env["fates"])
+    assert {state: count for state, count in fates.items() if count} == {
+        state: count for state, count in counts.items() if state != "accepted"
+    }
+    return counts

@@ -98,6 +98,9 @@ class RunState:
         """Reason why no inference server can sample, see `waits.unserved`; read from files, too."""
         self.hangs: Mapping[str, str] = {}
         """What holds the event loop of silent workers, by worker; read from files, too."""
+        self.given_up: Mapping[str, str] = {}
+        """Why it has no worker any more, and where to look, by environment; read from files, too. An environment
+        leaves once a worker of it works again, not while others are tried."""
         self.left_out = ""
         """Points of the evaluation that were left out, why, and what to set; read from a file, too."""
         self.notice = ""

@@ -9,7 +9,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -33,7 +33,7 @@ from rolloutmq.services.monitor.report.evaluation import Evaluations
 from rolloutmq.services.monitor.report.history import read_history
 from rolloutmq.services.monitor.status import record_view, waits
 from rolloutmq.services.monitor.status.orchestrator_view import problem
-from rolloutmq.services.monitor.status.worker_view import supervision_of, with_hangs
+from rolloutmq.services.monitor.status.worker_view import still_given_up, supervision_of, with_hangs
 from rolloutmq.services.monitor.text.exit_codes import (
     FAILED,
     USAGE,
@@ -126,6 +126,7 @@ class PlainView:
         self._write = write
         self._now = now
         self._noticed = ""
+        self._given_up: Mapping[str, str] = {}
         self._is_unheard = False
 
     def __enter__(self) -> Self:
@@ -142,7 +143,10 @@ class PlainView:
             self.board.feed(event, self._now())
 
     def refresh(self) -> None:
-        """Print a line if one is due, a new notice once, and whether the orchestrator is heard at each change."""
+        """Print a line if one is due, a new notice once, and whether the orchestrator is heard at each change.
+
+        An environment without a worker is a notice, once until it works again.
+        """
         if self.board.notice != self._noticed:
             self._noticed = self.board.notice
             if self._noticed:
@@ -151,6 +155,9 @@ class PlainView:
             self._is_unheard = not self._is_unheard
             heard = f"orchestrator {self.board.orchestrator or 'is heard again'}"
             self._write(self._progress.notice(heard) + "\n")
+        for env in self.board.given_up.keys() - self._given_up.keys():
+            self._write(self._progress.notice(self.board.given_up[env]) + "\n")
+        self._given_up = self.board.given_up
         if (line := self._progress.line(self._now())) is not None:
             self._write(line + "\n")
 
@@ -211,7 +218,9 @@ async def _watch(layout: RunLayout, live: LiveView | PlainView, until: asyncio.E
                 live.board.record = record_view.problem(layout, now, wall)
                 live.board.outside = waits.outside(layout)
                 live.board.unserved = waits.unserved(layout)
-                live.board.hangs = {row.worker: row.hang for row in with_hangs(live.board.crew(now), layout)}
+                crew = live.board.crew(now)
+                live.board.hangs = {row.worker: row.hang for row in with_hangs(crew, layout)}
+                live.board.given_up = still_given_up(live.board.given_up, crew, layout)
                 live.board.left_out = Evaluations.read(layout).left_out.text()
                 look_at = time.monotonic() + LOOK_S
             event = await feed.next(max(0.0, refresh_at - time.monotonic()))

@@ -113,7 +113,7 @@ REASONS: Final = (FILTERED, "expired", "dead", "discarded")
 """Reasons why a group was not trained."""
 
 OPEN: Final = ("in_flight", "lost")
-"""States without an outcome; in a running run, queued groups look lost."""
+"""States without an outcome."""
 
 FATES: Final = (TRAINED, *REASONS, *OPEN)
 

@@ -2,8 +2,8 @@
 
 The producers' ack logs name the accepted groups. The trainer's log names the trained groups. The broker's two lists
 (`dropped.jsonl`, `saved.rmq`) name the groups it gave up or still held at the end. The join uses only ids, never a
-counter: an accepted group that no list names is lost. Join after the processes have ended; in a running run, queued
-groups look lost.
+counter: an accepted group that no list names is lost. In a running run the broker is read first: it still has what it
+had then and no later list names, and what was accepted since.
 
 The states add up by construction: an accepted group belongs to the first of trained, filtered, dead, expired,
 discarded and in flight that names it, else it is lost.
@@ -248,14 +248,16 @@ class AckLog:
     ids: set[str] = field(default_factory=set)
     evaluated: set[str] = field(default_factory=set)
     """Those of the groups for evaluation, which no trainer gets; `ids` does not have them."""
+    since: set[str] = field(default_factory=set)
+    """Those of `ids` that were acked after a running broker was read."""
     repeated: int = 0
     """Ids acked under two numbers: two groups of one name, or one group accepted twice."""
     env_of: dict[str, str] = field(default_factory=dict)
     """Environment of each group, without those of lines that name none."""
 
 
-def read_acks(layout: RunLayout) -> AckLog:
-    """Read the ack logs of all producers."""
+def read_acks(layout: RunLayout, as_of: float = inf) -> AckLog:
+    """Read the ack logs of all producers; `as_of` is when a running broker was read, wall-clock seconds."""
     numbers: dict[str, tuple[str, int, int]] = {}
     log = AckLog()
     evaluated: set[str] = set()
@@ -268,6 +270,8 @@ def read_acks(layout: RunLayout) -> AckLog:
                 log.env_of[line.group_id] = intern(line.env)
             if line.split is Split.EVAL:
                 evaluated.add(line.group_id)
+            elif line.at >= as_of:
+                log.since.add(line.group_id)
     log.ids, log.evaluated = numbers.keys() - evaluated, evaluated
     return log
 
@@ -280,8 +284,9 @@ def summarise(
     wall_s: float | None = None,
     lives: Sequence[Life] = (),
     ledger: LedgerFigures | None = None,
+    as_of: float = inf,
 ) -> dict[str, Any]:
-    """Join the logs of an ended run.
+    """Join the logs of a run.
 
     Args:
         layout: Location of the logs; a missing one counts as empty.
@@ -290,6 +295,7 @@ def summarise(
         wall_s: Duration of the run in seconds, for one without lives. Default: the span of the recorded events.
         lives: Lives of the run, each with its end; none if no launcher started it.
         ledger: The broker's ledger, if the trainer wrote no log; it then supplies the counts of groups.
+        as_of: Time at which a running broker's records were read, wall-clock seconds: it has what was accepted since.
 
     Returns:
         These figures; a mean over nothing is None.
@@ -335,11 +341,11 @@ def summarise(
         - evaluation: see `evaluation.figures`; None if there was none.
     """
     log = read_settled(layout)
-    acks = read_acks(layout)
+    acks = read_acks(layout, as_of)
     dropped = [one for one in read_lines(layout.dropped, DroppedGroup) if one.group_id not in acks.evaluated]
     saved = [name for name in saved_ids(layout) if name not in acks.evaluated]
     ledger = ledger.without(acks.evaluated) if ledger is not None else None
-    accounts = settle_accounts(acks.ids, log, dropped, saved, ledger)
+    accounts = settle_accounts(acks.ids, log, dropped, acks.since.union(saved), ledger)
     seen = read_metrics(layout.metrics)
     fewest = sum(env.min_workers for env in config.environment.values())
     ready = _ready(seen, log, lives, fewest)

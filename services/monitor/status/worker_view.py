@@ -18,7 +18,7 @@ import msgspec
 from rolloutmq.bus.rundir import read_json, read_run
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
-from rolloutmq.schemas.printable import printable
+from rolloutmq.schemas.printable import printable, shell_word
 from rolloutmq.schemas.wire.control import SILENT, SILENT_S, WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.identity import boot_id, runs
@@ -168,6 +168,26 @@ def _hang(row: WorkerRow, layout: RunLayout) -> str:
 def counted(rows: Iterable[WorkerRow]) -> Counter[str]:
     """Return the number of workers by state; every view and every reason counts them by this rule."""
     return Counter(row.counts_as for row in rows)
+
+
+def still_given_up(known: Mapping[str, str], rows: Sequence[WorkerRow], layout: RunLayout) -> dict[str, str]:
+    """Return why each environment has no worker any more, and where to look; until a worker of it works again.
+
+    Args:
+        known: The environments that had none, and what was said of them.
+        rows: The workers.
+        layout: Run directory.
+    """
+    staffed = {row.env for row in rows if row.state != Phase.FATAL}
+    working = {row.env for row in rows if row.produced and row.state != Phase.FATAL}
+    run = shell_word(layout.root)
+    found = {
+        row.env: f"environment {row.env} has no worker any more: {row.reason[:REASON_CHARS]}; "
+        f"see `rolloutmq workers {run}` and `rolloutmq report {run}`"
+        for row in rows
+        if row.env not in staffed
+    }
+    return {**found, **{env: text for env, text in known.items() if env not in working}}
 
 
 def in_order(counts: Mapping[str, int]) -> list[tuple[str, str]]:

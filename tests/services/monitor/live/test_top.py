@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 import os
 import time
 from collections.abc import Callable
@@ -19,11 +20,12 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout, SentAddress, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone
+from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone, WorkerStatus
 from rolloutmq.services.monitor.live import top
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
+from rolloutmq.services.monitor.status.worker_view import joined, still_given_up
 from rolloutmq.services.process.identity import identify
 
 CONFIG = RunConfig(environment={"e": EnvironmentConfig(entry="a:B")})
@@ -301,3 +303,32 @@ async def test_a_trainer_whose_weights_nobody_takes_is_shown(
         until.set()
         await watching
     assert "trainer waits: weights_unsent" in said[0]
+
+
+def test_an_environment_without_a_worker_is_told_once_until_it_works_again(
+    run_dir: Path, make_worker: Callable[..., WorkerStatus]
+) -> None:
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    reason = "exit code 3: error: environment.e: ValueError: planted"
+    fatal = WorkerRecord(worker="e-0", env="e", phase="fatal", since=0.0, reason=reason)
+    fresh = WorkerRecord(worker="e-1", env="e", phase="running", since=0.0, pid=os.getpid())
+    said: list[str] = []
+    view = PlainView(RunState.of(CONFIG), said.append, now=lambda: 5.0, as_json=True)
+
+    def see(record: WorkerRecord, *heard: WorkerStatus) -> None:
+        crew = joined(Supervision(orchestrator=me, workers=(record,)), heard, 5.0)
+        view.board.given_up = still_given_up(view.board.given_up, crew, RunLayout(run_dir))
+        view.refresh()
+
+    tried = make_worker("e-1", env="e", pid=os.getpid(), produced=0)
+    works = msgspec.structs.replace(tried, produced=1)
+    for record, heard in ((fresh, [works]), (fatal, []), (fatal, []), (fresh, [tried]), (fatal, [])):
+        see(record, *heard)
+    told = [one["text"] for one in map(json.loads, said) if one["event"] == "notice"]
+    assert told == [
+        "environment e has no worker any more: exit code 3: error: environment.e: ValueError: planted; "
+        f"see `rolloutmq workers {run_dir}` and `rolloutmq report {run_dir}`"
+    ]
+    see(fresh, works)
+    see(fatal)
+    assert [json.loads(one)["event"] for one in said].count("notice") == 2
