@@ -310,7 +310,7 @@ def test_report_of_an_active_run_does_not_make_it_ended(layout: RunLayout) -> No
 @pytest.mark.parametrize(
     "reason", ["environment.sort3: 20 rollouts in a row failed", "interrupted by SIGINT"]
 )
-def test_report_has_the_traceback_of_the_code_of_an_environment(layout: RunLayout, reason: str) -> None:
+def test_report_of_a_failed_environment_has_the_traceback_of_its_code(layout: RunLayout, reason: str) -> None:
     layout.summary.write_text(json.dumps({"ended": reason}))
     failure = UserFailure(error="ValueError: planted", report='File "a.py", line 8, in score')
     layout.failure("sort3").parent.mkdir(parents=True, exist_ok=True)
