@@ -24,7 +24,7 @@ def from_extra(extra: str) -> Iterator[None]:
         if (
             isinstance(error, ModuleNotFoundError) and sys.modules.get(package) is None
         ):  # the package is imported first
-            raise MissingError(f"the package {package}", install_remedy(extra)) from error
+            raise MissingError(f"the package {package}", install_remedy(extra)) from None
         raise MissingError(
             f"the installed {_installed(package)}",
             install_remedy(extra),

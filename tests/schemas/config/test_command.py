@@ -57,7 +57,7 @@ def test_a_program_is_not_paced_and_nothing_of_it_is_too_old() -> None:
         ({"variables": {"A": "{x}"}}, "environment.e.variables", ["`{x}`", "{worker}"]),
         ({"variables": {"A=B": "1"}}, "environment.e.variables", ["without `=`"]),
         ({"command": ["p", "a\0b"]}, "environment.e.command", ["null character"]),
-        ({"command": "python x.py"}, "environment.e.command", ["tuple"]),
+        ({"command": "python x.py"}, "environment.e.command", ["must be a list, such as"]),
         ({"drain_quiet_s": 0}, "environment.e.drain_quiet_s", ["greater than 0"]),
         ({"enough_batches": 0}, "environment.e.enough_batches", ["greater than 0"]),
     ],

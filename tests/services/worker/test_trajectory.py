@@ -74,7 +74,7 @@ def test_a_trajectory_without_versions_has_the_one_its_worker_knew_beside_others
 def test_a_new_turn_has_no_score_until_it_is_scored() -> None:
     first = Trajectory.of(completion([1, 2], [7]), 0.5)
     both = first.then(completion([1, 2, 7, 50], [8]))
-    with pytest.raises(InvalidGroupError, match="sequence 1: has no score"):
+    with pytest.raises(InvalidGroupError, match="sequence 1: must be finite"):
         group_of("g", [first, both])
     assert group_of("g", [first, both.scored(1.0)]).scores.tolist() == [0.5, 1.0]
 
