@@ -7,10 +7,10 @@ begins, again each `window_steps` such batches while it lasts (events may be los
 about one window lasts until its figure is clearly within the limit (`RELEASE`), so that it does not begin and end again
 and again near it. A resumed trainer takes steps again: they replace the lost ones, and what came after these.
 
-One cause is one finding. An environment that is `solved`, since nearly all answers pass, has no other finding about its
-equal scores, and in one that has collapsed no saturation begins. `collapse` and `filtering` look at the groups that are
-not solved alone, so a run whose other tasks teach nothing is found however many are solved. Unless another rule filters
-more, `filtering` passes over those that a `collapse` names.
+Equal scores are told once where possible. An environment that is `solved`, since nearly all answers pass, has no other
+finding about them. During a collapse no saturation begins; one that began before lasts beside it. `collapse` and
+`filtering` look at the groups that are not solved alone, so a run whose other tasks teach nothing is found however many
+are solved. Unless another rule filters more, `filtering` passes over those that a `collapse` names.
 
 The broker reports every settled batch, so a trainer that reports none by itself is checked too. From the first report
 of a trainer on only its own count.
