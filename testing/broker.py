@@ -9,11 +9,15 @@ milliseconds. At durability `os`, its default, it survives a killed process, and
 """
 
 import asyncio
+import ctypes
+import os
+import shutil
 import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
+from weakref import WeakSet
 
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.launch.settings import prepare_service
@@ -42,9 +46,10 @@ class LocalBroker:
         self._settings = settings
         self._config = None if config is None else Path(config)
         self._kept = None if run_dir is None else Path(run_dir)
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._temporary: Path | None = None
         self._has_run = False
         self._running: ExitStack | None = None
+        _brokers.add(self)
 
     @property
     def run_dir(self) -> Path:
@@ -58,7 +63,7 @@ class LocalBroker:
             )
         if self._temporary is None:
             raise UsageError("broker: has no run directory before its start; use it in a `with` statement")
-        return Path(self._temporary.name)
+        return self._temporary
 
     def start(self) -> Self:
         """Start the broker, and return it once it serves. Blocks for milliseconds.
@@ -71,7 +76,7 @@ class LocalBroker:
         if self._running is not None:
             raise UsageError(f"broker: runs already (in {self.run_dir}); stop it first")
         if self._kept is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="rolloutmq-")
+            self._temporary = Path(tempfile.mkdtemp(prefix="rolloutmq-"))
         try:
             prepare_service(self.run_dir, self._config, self._settings, defaults=DEFAULTS)
             self._serve()
@@ -99,18 +104,26 @@ class LocalBroker:
         self._serve()
 
     def stop(self) -> None:
-        """Stop the broker in order, and remove its temporary directory. Blocks; may be called twice."""
+        """Stop the broker in order, and remove its temporary directory. Blocks; may be called twice.
+
+        In a forked child it does nothing: broker and directory are those of the process that started it.
+        """
         try:
             self._end()
         finally:
             temporary, self._temporary = self._temporary, None
             if temporary is not None:
-                temporary.cleanup()
+                shutil.rmtree(temporary)
 
     def _end(self) -> None:
         running, self._running = self._running, None
         if running is not None:
             running.close()
+
+    def _leave_to_parent(self) -> None:
+        """Forget what a fork copied. The copies never end: their ends would be those of the broker."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._running))
+        self._running = self._temporary = None
 
     def __enter__(self) -> Self:
         return self.start()
@@ -136,6 +149,17 @@ class LocalBroker:
         stopping = asyncio.ensure_future(asyncio.to_thread(self.stop))
         await _ended(stopping)
         stopping.result()
+
+
+_brokers: Final = WeakSet[LocalBroker]()
+
+
+def _after_fork() -> None:
+    for broker in _brokers:
+        broker._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 async def _ended(thread: asyncio.Future[Any]) -> None:

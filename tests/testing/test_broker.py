@@ -1,9 +1,11 @@
 """The broker for tests: a real one, that leaves nothing behind."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 from pathlib import Path
-from typing import Self
+from typing import Final, Self
 
 import pytest
 
@@ -201,3 +203,31 @@ def test_the_directory_of_a_stopped_broker_has_gone_with_it() -> None:
         read_ledger(broker)
     with broker:
         assert broker.run_dir.is_dir()
+
+
+CHILD: Final = """
+import os, sys
+from rolloutmq.testing import LocalBroker
+
+broker = LocalBroker().start()
+if (child := os.fork()) == 0:
+    {child}
+    sys.exit(0)  # in order, with the ends of all objects
+assert os.waitpid(child, 0)[1] == 0
+broker.restart()
+assert (broker.run_dir / "endpoints.json").exists()
+broker.stop()
+"""
+
+
+@pytest.mark.parametrize("child", ["pass", "broker.stop()", "del broker"])
+def test_a_forked_child_leaves_the_broker_to_its_parent(child: str) -> None:
+    """It removed the address, the run directory and the end of the journal of its parent's broker."""
+    told = subprocess.run(
+        [sys.executable, "-c", CHILD.format(child=child)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (told.returncode, told.stderr) == (0, "")
