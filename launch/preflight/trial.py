@@ -26,7 +26,7 @@ from rolloutmq.launch.preflight.verdicts import Problem, Progress, Verdict
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.process import ProcessSpec, Role, python_command
 from rolloutmq.services.process.child import KILL_WAIT_S, Process, spawn
-from rolloutmq.services.process.logbook import last_line
+from rolloutmq.services.process.logbook import last_message
 from rolloutmq.services.process.stacks import fault_in
 
 TIMEOUT_S: Final = 60.0
@@ -106,7 +106,7 @@ class _Trial:
             found = _verdicts(result)
             if len(found) < len(self._names) and not _ends_with_verdict(result):
                 at = self._place(result)
-                found.append(self._lost(self._names[len(found)], at, ended, last_line(log)))
+                found.append(self._lost(self._names[len(found)], at, ended, last_message(log)))
         return found
 
     def _ended(self, process: Process, result: Path) -> str:

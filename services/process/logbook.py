@@ -21,6 +21,7 @@ import ctypes
 import fcntl
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -39,6 +40,8 @@ AGAIN_S: Final = 60.0
 COPY_BYTES: Final = 1 << 20
 TAIL_BYTES: Final = 4096
 """Bytes read from the end of a log for its last lines."""
+_RECORD: Final = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [A-Z]+ rolloutmq[\w.]* ")
+"""Start of a record in the format of `bus.lifecycle.LogHandler`."""
 _COLLAPSE_RANGE: Final = 0x08
 _fallocate: Final = getattr(ctypes.CDLL(None), "fallocate", None)
 if _fallocate is not None:
@@ -83,9 +86,9 @@ def last_lines(log: Path, count: int, nbytes: int = TAIL_BYTES) -> list[str]:
     return [line for line in lines if line][-count:]
 
 
-def last_line(log: Path) -> str:
-    """Return the last non-empty line of a log, or an empty string."""
-    return next(iter(last_lines(log, 1)), "").strip()
+def last_message(log: Path) -> str:
+    """Return the last non-empty line of a log without time, level and logger, or an empty string."""
+    return _RECORD.sub("", next(iter(last_lines(log, 1)), "").strip())
 
 
 def remove(log: Path) -> None:

@@ -38,7 +38,7 @@ from rolloutmq.services.orchestrator.supervision.core import (
     SupervisorCore,
 )
 from rolloutmq.services.process.child import Process, adopt, end_marked, spawn
-from rolloutmq.services.process.logbook import last_line, last_lines
+from rolloutmq.services.process.logbook import last_lines, last_message
 from rolloutmq.services.process.stacks import fault_in
 
 logger = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class Supervisor:
         name = process.identity.name
         self._let_go(process)
         why = str(found)
-        if found.code is not None and found.code > 0 and (line := self._last_line(name)):
+        if found.code is not None and found.code > 0 and (line := self._last_message(name)):
             why = f"{found}: {line}"
         elif found.code is not None and found.code < 0 and (place := self._fault(name)):
             why = f"{found} at {place}"
@@ -281,8 +281,8 @@ class Supervisor:
         self._core.exited(name, found.code, why, time.monotonic())
         self._advance()
 
-    def _last_line(self, name: str) -> str:
-        return last_line(Path(self._specs[name].log))
+    def _last_message(self, name: str) -> str:
+        return last_message(Path(self._specs[name].log))
 
     def _fault(self, name: str) -> str:
         """Return the place of the user's code at a fatal signal, from the end of the log."""

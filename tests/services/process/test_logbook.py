@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.bus.lifecycle import LogHandler
 from rolloutmq.services.monitor.text.logs import Follower
 from rolloutmq.services.process import logbook
-from rolloutmq.services.process.logbook import LogLimits, Rotation, archive, last_line, last_lines, rotate
+from rolloutmq.services.process.logbook import LogLimits, Rotation, archive, last_lines, last_message, rotate
 
 LIMITS = LogLimits(nbytes=1 << 16, files=3)
 WRITER = """
@@ -211,11 +212,26 @@ def test_a_disk_that_is_full_is_told_now_and_then_and_harms_nobody(
 
 def test_the_last_lines_of_a_log_are_found(tmp_path: Path) -> None:
     log = tmp_path / "w.log"
-    assert last_line(log) == ""
+    assert last_message(log) == ""
     log.write_text("x" * 10_000 + "\nfirst\n\nthe reason\n\n  \n")
-    assert last_line(log) == "the reason"
+    assert last_message(log) == "the reason"
     assert last_lines(log, 2) == ["first", "the reason"]
     assert len("".join(last_lines(log, 9, 100))) <= 100
+
+
+def test_the_last_message_is_told_without_the_head_of_a_log_record(tmp_path: Path) -> None:
+    log = tmp_path / "w.log"
+    handler = LogHandler(log.open("w"), closes=True)
+    handler.emit(
+        logging.makeLogRecord(
+            {"name": "rolloutmq.services.worker", "levelname": "ERROR", "msg": "failed x=1"}
+        )
+    )
+    handler.close()
+    assert " ERROR rolloutmq.services.worker failed" in log.read_text()
+    assert last_message(log) == "failed x=1"
+    log.write_text("2026-11-26 12:00:00.000 ERROR another.logger failed\n")
+    assert last_message(log) == "2026-11-26 12:00:00.000 ERROR another.logger failed"
 
 
 @both_ways
