@@ -36,7 +36,7 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.files import HubSource
 from rolloutmq.services.curriculum.samplers.registry import check_samplers
-from rolloutmq.services.http_access import http_token
+from rolloutmq.services.http_server.access import http_token
 from rolloutmq.services.inference.vllm.installed import require_vllm
 from rolloutmq.services.programs.command import check_command
 from rolloutmq.services.worker.loader import check_entry

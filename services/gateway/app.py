@@ -70,7 +70,7 @@ from rolloutmq.services.gateway.web.http_io import (
     watch,
 )
 from rolloutmq.services.gateway.web.in_hand import InHand
-from rolloutmq.services.http_access import HttpAccess, is_browser, split_token
+from rolloutmq.services.http_server.access import HttpAccess, is_browser, split_token
 from rolloutmq.services.programs.command import split_path
 
 logger = logging.getLogger(__name__)

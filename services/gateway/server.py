@@ -30,8 +30,8 @@ from rolloutmq.schemas.files import GatewayAddress, RunLayout
 from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
 from rolloutmq.services.gateway.service import Gateway
 from rolloutmq.services.gateway.web.protocol import LimitedProtocol
-from rolloutmq.services.http_access import HttpAccess, access_of
-from rolloutmq.services.http_sockets import bound_socket
+from rolloutmq.services.http_server.access import HttpAccess, access_of
+from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.process.runner import Stop, run_service
 
 LISTEN_FD: Final = "ROLLOUTMQ_LISTEN_FD"

@@ -22,7 +22,7 @@ from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RetryableError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.http_access import HttpAccess, access_of
+from rolloutmq.services.http_server.access import HttpAccess, access_of
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
 from rolloutmq.services.inference.jobs import Job
 from rolloutmq.services.inference.openai import requests, responses, tokenize

@@ -17,8 +17,8 @@ from aiohttp import web
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.errors import AddressInUseError, ClosedError, RetryableError
 from rolloutmq.schemas.files import InferenceAddress
-from rolloutmq.services.http_access import HttpAccess, Refused, split_token
-from rolloutmq.services.http_sockets import bound_socket
+from rolloutmq.services.http_server.access import HttpAccess, Refused, split_token
+from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.inference.openai import requests, responses
 from rolloutmq.services.inference.openai.requests import ApiError
 

@@ -61,7 +61,7 @@ from rolloutmq.schemas.wire.distillation import (
     TeachRequest,
 )
 from rolloutmq.schemas.wire.envelope import Dtype
-from rolloutmq.services.http_access import authorization, http_token
+from rolloutmq.services.http_server.access import authorization, http_token
 from rolloutmq.services.worker.openai import wire
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ connection. `arrival` has the deadline of a body.
 Whoever sends bytes that are no request is refused in its turn: whole requests before them are answered first, and no
 request is answered twice, since a client would take the second reply for that of its next request.
 
-The kernel looks after peers that vanished (`services.http_sockets`).
+The kernel looks after peers that vanished (`services.http_server.sockets`).
 """
 
 import asyncio

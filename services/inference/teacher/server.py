@@ -36,7 +36,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.distillation import TEACH_PATH, TeachReply, TeachRequest
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.http_access import HttpAccess, access_of
+from rolloutmq.services.http_server.access import HttpAccess, access_of
 from rolloutmq.services.inference.app import first
 from rolloutmq.services.inference.batcher import Batcher
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat

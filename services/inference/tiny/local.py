@@ -22,7 +22,7 @@ from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.http_access import HttpAccess
+from rolloutmq.services.http_server.access import HttpAccess
 from rolloutmq.services.inference.openai.requests import Limits
 from rolloutmq.services.inference.server import listening
 from rolloutmq.services.inference.tiny.generate import Generator

@@ -22,7 +22,7 @@ import aiohttp
 
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.http_access import authorization, with_token
+from rolloutmq.services.http_server.access import authorization, with_token
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines

@@ -53,7 +53,7 @@ from rolloutmq.services.gateway.atropos_wire import RegisterEnv
 from rolloutmq.services.gateway.in_doubt import InDoubt
 from rolloutmq.services.gateway.registry import Registry
 from rolloutmq.services.gateway.service import registrations_of
-from rolloutmq.services.http_access import http_token
+from rolloutmq.services.http_server.access import http_token
 from rolloutmq.services.inference import server as inference_server
 from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.report.bias_table import table

@@ -8,7 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from rolloutmq.services.http_access import HttpAccess
+from rolloutmq.services.http_server.access import HttpAccess
 from rolloutmq.services.inference import server
 from rolloutmq.services.inference.server import application, listening, replied
 

@@ -11,7 +11,7 @@ from tests.services.gateway.site import Opened
 from rolloutmq.schemas.config.gateway import GatewayConfig
 from rolloutmq.services.gateway.app import GatewayApp
 from rolloutmq.services.gateway.pages.openapi import ENDPOINTS, Endpoint, openapi
-from rolloutmq.services.http_access import HttpAccess
+from rolloutmq.services.http_server.access import HttpAccess
 
 Schema = dict[str, Any]
 KINDS: dict[str, Any] = {

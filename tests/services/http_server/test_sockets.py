@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from rolloutmq.services.http_sockets import GONE_S, IDLE_S, bound_socket
+from rolloutmq.services.http_server.sockets import GONE_S, IDLE_S, bound_socket
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])

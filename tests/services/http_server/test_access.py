@@ -9,7 +9,7 @@ import pytest
 from rolloutmq.bus.files import write_private
 from rolloutmq.schemas.config.run import RunConfig, RunSection
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.services.http_access import (
+from rolloutmq.services.http_server.access import (
     HttpAccess,
     access_of,
     authorization,
