@@ -20,7 +20,7 @@ import msgspec
 from msgspec import NODEFAULT, Meta
 
 from rolloutmq.launch.reference.protocol_texts import ALIAS_MEANINGS, HEAD, MEANINGS
-from rolloutmq.schemas.statistics import moments
+from rolloutmq.schemas.statistics import histogram, moments
 from rolloutmq.schemas.wire import (
     control,
     distillation,
@@ -28,6 +28,7 @@ from rolloutmq.schemas.wire import (
     evaluation,
     hardware,
     health,
+    latency,
     replies,
     requests,
     tasks,
@@ -43,6 +44,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     tasks,
     hardware,
     health,
+    latency,
     control,
     evaluation,
     training,
@@ -139,6 +141,7 @@ FRAME_STRUCTS: Final[tuple[Struct, ...]] = (
     envelope.GroupHeader,
     envelope.PolicyVersion,
     envelope.RewardSummary,
+    histogram.Histogram,
     moments.Moments,
     envelope.ColumnTable,
     envelope.ColumnSpec,
@@ -207,6 +210,12 @@ EVENTS: Final = (
     Published(telemetry.GpuAbsence, "`telemetry.gpu.HOST`", "telemetry", "periodically, without GPUs"),
     Published(telemetry.ProcessSample, "`telemetry.process.NAME`", "telemetry", "periodically"),
     Published(telemetry.EngineSample, "`telemetry.engine.NAME`", "telemetry", "periodically"),
+    Published(
+        latency.LatencySample,
+        "`telemetry.latency.NAME`",
+        "each process",
+        "every `telemetry.interval_s`, where anything was measured",
+    ),
     Published(
         health.HealthFinding,
         "`telemetry.health.ENV`",

@@ -7,6 +7,7 @@ from rolloutmq.schemas.wire.envelope import Count, Message, Seconds
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 
 
@@ -148,7 +149,7 @@ class CurriculumProgress(Message, tag="curriculum", frozen=True, kw_only=True):
     """Recent mean level, from 0 to `levels` - 1."""
 
 
-TelemetryEvent = HostSample | GpuSample | GpuAbsence | ProcessSample | EngineSample
+TelemetryEvent = HostSample | GpuSample | GpuAbsence | ProcessSample | EngineSample | LatencySample
 Event = (
     Pressure
     | StepDone

@@ -27,6 +27,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
 from rolloutmq.schemas.wire.control import StepDone, StepSkipped
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.schemas.wire.telemetry import (
     EngineSample,
     GpuAbsence,
@@ -68,6 +69,8 @@ def topic_of(event: TelemetryEvent) -> bytes:
             return topics.telemetry("process", event.name)
         case EngineSample():
             return topics.telemetry("engine", event.name)
+        case LatencySample():
+            return topics.telemetry("latency", event.name)
 
 
 def processes_of(layout: RunLayout) -> list[ProcessIdentity]:

@@ -13,9 +13,10 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import printable, printable_lines
 from rolloutmq.schemas.statistics.histogram import Histogram
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.latency import Hop
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.inspect.history import JournalHistory
-from rolloutmq.services.broker.journal.inspect.hops import Hop, HopFollower, HopKey, Slowest, merged
+from rolloutmq.services.broker.journal.inspect.hops import HopFollower, HopKey, Slowest, merged
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.profile.advice import Advice, advice
 from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, read_usage

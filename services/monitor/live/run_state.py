@@ -21,6 +21,7 @@ from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.schemas.wire.telemetry import (
     CurriculumProgress,
     EngineDecision,
@@ -143,8 +144,8 @@ class RunState:
                 self._bounds |= {x.env: x.max_staleness for x in event.lanes if x.split is Split.TRAIN}
             case StepDone() | BatchSettled() | StepFigures():
                 self._take_training(event, now)
-            case StepSkipped():
-                pass  # its findings are shown
+            case StepSkipped() | LatencySample():
+                pass  # its findings are shown; latencies are in `profile`
             case EvaluationDone():
                 self.evaluation = event
             case CurriculumProgress():

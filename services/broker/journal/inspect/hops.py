@@ -13,12 +13,12 @@ oldest event log. `send` compares the clocks of two processes; on one host they 
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from enum import StrEnum
 from math import isfinite
 from typing import Any, Final, NamedTuple
 
 from rolloutmq.schemas.statistics.histogram import LONGEST_S, Histogram, HistogramBuilder
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.latency import Hop
 from rolloutmq.schemas.wire.requests import Settle
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
@@ -41,16 +41,6 @@ from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
 
 BLOCK: Final = 1024
 """Durations that enter a histogram at once."""
-
-
-class Hop(StrEnum):
-    """One part of the way of a group, in the order of the way."""
-
-    ROLLOUT = "rollout"
-    SEND = "send"
-    QUEUE = "queue"
-    TRAIN = "train"
-    COMMIT = "commit"
 
 
 class HopKey(NamedTuple):
