@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.rival, pytest.mark.skipif(bool(missing()), reason=miss
 CONFIG = ROOT / "examples" / "trl_sort" / "trl_sort.toml"
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 ASYNC = CONFIG.with_name("trl_sort_async.toml")
-STEPS = 200
+STEPS = 300
 LEARNING: dict[str, Any] = {
     "per_device_train_batch_size": 256,
     "num_generations": 16,
