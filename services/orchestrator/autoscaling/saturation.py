@@ -146,6 +146,8 @@ class SaturationDetector(msgspec.Struct, frozen=True):
     first measurement."""
     is_search: bool = False
     """It is the second of these tests, so no more workers are tried after it."""
+    is_full: bool = False
+    """In that search, more workers or fewer have made as much: the servers are full."""
     grown: bool = False
     """More workers than those first measured made more: the servers were not full before."""
     steady: Mapping[str, Span] = msgspec.field(default_factory=dict)
@@ -392,7 +394,7 @@ class SaturationDetector(msgspec.Struct, frozen=True):
                 return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
             if not self.grown and seen.total < (1.0 + LIKE) * self.top:
                 # The servers were full before the first measurement already.
-                return new._searching(self.proven, seen, now)
+                return replace(new._searching(self.proven, seen, now), is_full=True)
             return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
         if self.longer >= LONGER and seen.size > MORE * self.proven:
             # If fewer make less, rollouts did become longer.
@@ -502,11 +504,14 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             return self if now < self.until else new._ended(self.above, now)
         enough = seen.total * self.above / seen.size
         if seen.total >= self.made * (1.0 - part / 2.0):
-            return new._based(seen)._testing(max(seen.total, self.made), seen.total, now)
+            new = replace(new._based(seen), is_full=True)
+            return new._testing(max(seen.total, self.made), seen.total, now)
         if not self.is_search:  # they were needed, and some more may be, too
             capacity = min(ROOM * self.made, enough)
             based = replace(new._based(seen), capacity=capacity, tests_fewer=False, made=0.0, until=now)
             return replace(based, step=self._some(seen))
+        if not self.is_full:  # it was a suspicion, and each worker is needed: growth will tell the capacity
+            return replace(new._unbound(seen), grown=self.grown)
         if enough < CLOSE * self.made:  # as many as before would make less
             return new._unbound(seen)
         return new._ended(self.above, now)
@@ -522,11 +527,11 @@ class SaturationDetector(msgspec.Struct, frozen=True):
     def _unbound(self, seen: Measurement) -> "SaturationDetector":
         """Let workers grow again: fewer make less, so the servers were not full."""
         new = replace(self._based(seen), capacity=0.0, made=0.0, grown=True)
-        return replace(new, tests_fewer=False, is_search=False)
+        return replace(new, tests_fewer=False, is_search=False, is_full=False)
 
     def _ended(self, capacity: float, now: float) -> "SaturationDetector":
         """Take a capacity after a test with fewer workers."""
-        new = replace(self, capacity=capacity, made=0.0, tests_fewer=False, is_search=False)
+        new = replace(self, capacity=capacity, made=0.0, tests_fewer=False, is_search=False, is_full=False)
         return new._held(now)
 
     def _held(self, now: float) -> "SaturationDetector":

@@ -706,3 +706,12 @@ def test_few_workers_are_probed_more_seldom() -> None:
         workers = site.run(SURE, a=workers)["a"].most or workers
     assert site.run(int(2.0 * FIRST_HOLD_S), a=2)["a"].most == 2
     assert site.run(int(2.0 * FIRST_HOLD_S), a=2)["a"].most == 3
+
+
+def test_a_wrong_suspicion_holds_back_no_growth() -> None:
+    site = Site(shared=1e9)
+    site.run(12, a=1)
+    site.paces["a"] = 1.0
+    assert site.run(26, a=4)["a"].most == 4
+    assert site.run(SURE + 40, a=4)["a"].most == 3
+    assert not site.run(2 * SURE, a=3)["a"].most
