@@ -33,7 +33,8 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import (
     sample_of,
 )
 from rolloutmq.services.orchestrator.autoscaling.progress import Sampled
-from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector, ServerUse
+from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector
+from rolloutmq.services.orchestrator.autoscaling.server_use import ServerUse
 
 logger = logging.getLogger(__name__)
 

@@ -37,32 +37,28 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
 from rolloutmq.services.orchestrator.autoscaling.progress import (
     Meters,
     ProgressMeter,
-    Sampled,
     reach,
     unslowed,
 )
+from rolloutmq.services.orchestrator.autoscaling.server_use import (
+    OWN_GROUPS,
+    SURE_GROUPS,
+    SURE_S,
+    Measurement,
+    Rest,
+    ServerUse,
+    Span,
+    telling_groups,
+)
 
-GROUPS: Final = 24
-"""Arrived groups that tell a throughput, while nobody knows how much it differs by chance."""
-LEAST_GROUPS: Final = 8
-PRECISE: Final = 0.1
-"""Least groups if they arrive evenly; and the relative error that they may have."""
-OWN_GROUPS: Final = 12
-"""Most groups that one environment needs for its own pace, if it makes at least `LARGE` of all."""
 LARGE: Final = 0.2
 CYCLES: Final = 1.0
 """Rollouts that they must span: workers that started together deliver together."""
 SLOW_CYCLES: Final = 2.0
 SLOW_S: Final = 120.0
 """Rollouts, and seconds, after which one group of each worker is enough: some rollouts take an hour."""
-LONG_S: Final = 30.0
-"""Rollouts from which tokens may confirm growth. Of shorter ones groups tell as early, and of two noisy measurements
-the one that lets more workers start would count."""
 SOON_S: Final = 15.0
 """Time for `GROUPS` within which growth waits for a measurement if a worker became slower."""
-SURE_GROUPS: Final = 200
-SURE_S: Final = 45.0
-"""The same for one more worker at the capacity, whose effect is small."""
 LIKE: Final = 0.15
 """Relative change of the size within one measurement."""
 MORE: Final = 1.005
@@ -87,6 +83,8 @@ STEADY: Final = 0.05
 """Relative difference from the baseline that is no change while the capacity is known."""
 CHANCE: Final = 4.0
 """Difference of two throughputs, in standard errors, that is a change."""
+UNLIKELY: Final = 1.3
+"""The same of slower or faster workers at the capacity, which are tested."""
 FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
 FOLLOWS_PER_S: Final = 0.0004
@@ -101,111 +99,14 @@ CRASHES: Final = 0.08
 """Difference in availability that moves no limit: with twenty workers one crash is 0.05."""
 LARGE_PROBE: Final = 0.25
 """Workers of a large probe, relative to the present ones: their pace changed, and it may be that more help now."""
+SLOWED: Final = 0.92
+"""Ratio to the pace among fewer below which full servers clearly slow the workers."""
+SUSPECT: Final = 0.8
+"""Pace, relative to that of fewer workers before, below which the first measured ones may share a full server."""
+RARE: Final = 8.0
+"""Workers with fewer of which a probe is made more seldom: one more worker is a larger part of them."""
 LOST: Final = 0.95
 """Throughput after scaling back, relative to that before, from which the capacity is not too low."""
-
-
-class ServerUse(msgspec.Struct, frozen=True):
-    """What the detector knows of one environment.
-
-    Attributes:
-        env: Its name.
-        workers: Workers whose rollouts arrive now; crashed ones that start again count.
-        made: Sequences made, in total.
-        busy_s: Time in which its workers did not wait meanwhile, summed over them.
-        present_s: Time in which they were there.
-        counted_s: Time in which this was measured.
-        pace: Sequences per second of one worker, lately; None while unknown.
-        rollout_s: Mean duration of a rollout.
-        group_sequences: Sequences of one group.
-        weight: Its share, relative to the others.
-        want: Workers it would run if the servers fed them all.
-        available: Part of their time in which its workers are ready; the others crashed and start again.
-        demand: Sequences per second the trainer would consume; None while unknown.
-        starved_s: Time in which the trainer waited, in total.
-        sampled: What its workers have sampled, whether their rollouts arrive yet or not.
-        dispersion: Variance of the number of groups relative to that of independent ones.
-    """
-
-    env: str
-    workers: int
-    made: float
-    busy_s: float
-    present_s: float
-    counted_s: float
-    pace: float | None
-    rollout_s: float = 0.0
-    group_sequences: int = 1
-    weight: float = 1.0
-    want: float = 0.0
-    available: float = 1.0
-    demand: float | None = None
-    starved_s: float = 0.0
-    sampled: Sampled = msgspec.field(default_factory=Sampled)
-    dispersion: float = 1.0
-
-    @property
-    def trusts_tokens(self) -> bool:
-        """Return whether tokens may confirm growth: rollouts are long, and enough groups have arrived to know how many
-        workers to grow to."""
-        return self.rollout_s >= LONG_S and self.made >= self.group_sequences * min(OWN_GROUPS, self.workers)
-
-
-class _Span(msgspec.Struct, frozen=True):
-    """What one environment did since some time: sequences and groups made, time without waits, and mean workers."""
-
-    made: float
-    groups: float
-    busy_s: float
-    workers: float
-
-    @classmethod
-    def of(cls, then: ServerUse, now: ServerUse) -> "_Span":
-        made = now.made - then.made
-        workers = (now.present_s - then.present_s) / max(now.counted_s - then.counted_s, 1e-3)
-        return cls(made, made / max(1, now.group_sequences), now.busy_s - then.busy_s, workers)
-
-    def pace(self, least: int) -> float | None:
-        """Return the sequences per second of one worker; None with fewer groups than `least`."""
-        return self.made / self.busy_s if self.busy_s > 0.0 and self.groups >= least else None
-
-
-class _Rest(msgspec.Struct):
-    """The environments without a pace of their own in a measurement, taken together."""
-
-    size: float = 0.0
-    made: float = 0.0
-    expected: float = 0.0
-    """What they would have made if none slowed another down."""
-    groups: float = 0.0
-
-    def add(self, span: _Span, best: float) -> None:
-        self.size += span.workers * best
-        self.made += span.made
-        self.expected += span.busy_s * best
-        self.groups += span.groups
-
-    def total(self, usual: float) -> float:
-        """Return their throughput: of their size, the part that they made; the `usual` part with too few groups."""
-        is_told = self.groups >= OWN_GROUPS and self.expected > 0.0
-        return self.size * (self.made / self.expected if is_told else usual)
-
-
-class _Measured(msgspec.Struct, frozen=True):
-    """One measurement: paces by environment; size, throughput and groups; whether the trainer got what it demands."""
-
-    paces: Mapping[str, float]
-    size: float
-    total: float
-    groups: float
-    is_sure: bool
-    is_enough: bool
-
-
-def _telling(uses: Sequence[ServerUse]) -> int:
-    """Return the groups that tell the throughput of all: fewer if they arrive more evenly than by chance."""
-    dispersion = max((one.dispersion for one in uses), default=1.0)
-    return min(GROUPS, max(LEAST_GROUPS, math.ceil(dispersion / PRECISE**2)))
 
 
 class SaturationDetector(msgspec.Struct, frozen=True):
@@ -241,7 +142,18 @@ class SaturationDetector(msgspec.Struct, frozen=True):
     above: float = 0.0
     """Size that made it; during a probe, the size before it."""
     tests_fewer: bool = False
-    """Workers at the capacity changed their pace, and fewer of them are tried."""
+    """Fewer workers are tried: those at the capacity changed their pace, or the servers may have been full before the
+    first measurement."""
+    is_search: bool = False
+    """It is the second of these tests, so no more workers are tried after it."""
+    is_full: bool = False
+    """In that search, more workers or fewer have made as much: the servers are full."""
+    grown: bool = False
+    """More workers than those first measured made more: the servers were not full before."""
+    steady: Mapping[str, Span] = msgspec.field(default_factory=dict)
+    """What the present workers made, before the first measurement."""
+    early: Mapping[str, Span] = msgspec.field(default_factory=dict)
+    """What fewer workers made before the first measurement, by environment: those with the fastest pace."""
     longer: float = 1.0
     """Factor by which rollouts seem to have become longer since that was last tested."""
     doubted: bool = False
@@ -270,8 +182,12 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         like = 0.0 if new.known else LIKE * new.size
         present = {one.env for one in uses if one.workers}
         if abs(size - new.size) > like + 1e-9 or present != new.begun.keys():
+            new = replace(new, early=new._early())
             new = new._anew(uses, now, {env for env in new.begun if env not in new.bests})
         new = replace(new, ready={one.env: new._ready(one) for one in uses}, meters=new._metered(uses))
+        if not new.proven:
+            spans = {one.env: Span.of(new.begun[one.env], one) for one in uses if one.env in new.begun}
+            new = replace(new, steady=spans)
         measured = new._measured(uses, now)
         if measured is None:
             return new
@@ -284,7 +200,8 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         """Return what the servers allow one environment."""
         further = reach(self.meters, use.env)
         if use.env not in self.bests:
-            return ServerLimit(reach=max(FEW, use.workers, further))
+            few = FEW if self._is_unsuspected(use) else 0
+            return ServerLimit(reach=max(few, use.workers, further))
         best = self.bests[use.env] * self.ready.get(use.env, use.available)
         most = math.ceil(self._share(self.capacity, use, uses) / best - 1e-9) if self.capacity else 0
         proven = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
@@ -335,7 +252,8 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             top=limit.proven,
             made=limit.made,
             above=limit.above,
-            tests_fewer=limit.tests_fewer,
+            tests_fewer=limit.tests_fewer and limit.made > 0.0,
+            grown=True,
             bests={**self.bests, env: limit.best},
             engines=engines,
         )
@@ -346,10 +264,15 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         if use.pace is None or self.capacity or use.pace >= SLOWER * best:
             return False
         groups_s = use.workers * use.pace / max(1, use.group_sequences)
-        return self._size(uses) > MORE * self.proven or SOON_S * groups_s >= _telling(uses)
+        return self._size(uses) > MORE * self.proven or SOON_S * groups_s >= telling_groups(uses)
 
     def _size(self, uses: Sequence[ServerUse]) -> float:
-        return sum(one.workers * one.available * (self.bests.get(one.env) or one.pace or 0.0) for one in uses)
+        return sum(one.workers * one.available * self._supposed(one) for one in uses)
+
+    def _supposed(self, use: ServerUse) -> float:
+        """Return the pace of a worker without saturation; an unmeasured one stays within a measurement."""
+        begun = self.begun.get(use.env)
+        return self.bests.get(use.env) or (begun.pace if begun is not None else None) or use.pace or 0.0
 
     def _share(self, size: float, use: ServerUse, uses: Sequence[ServerUse]) -> float:
         """Return the part of a size for one environment, by weights; what others do not want is divided again."""
@@ -363,7 +286,12 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         if not self.engines:
             return replace(self, engines=engines)
         new = SaturationDetector(
-            engines=engines, bests=self.bests, proven=self.proven, top=self.top, meters=self.meters
+            engines=engines,
+            bests=self.bests,
+            proven=self.proven,
+            top=self.top,
+            meters=self.meters,
+            grown=self.grown,
         )
         known = self.known or self.capacity
         if not known or engines < self.engines:
@@ -376,17 +304,26 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         earlier = {env: self.earlier.get(env, self.begun[env]) for env in left if env in begun}
         return replace(self, size=self._size(uses), since=now, begun=begun, earlier=earlier)
 
-    def _measured(self, uses: Sequence[ServerUse], now: float) -> _Measured | None:
+    def _early(self) -> dict[str, Span]:
+        """Return what fewer workers made, before the first measurement, as far as it tells something."""
+        found = dict(self.early)
+        for env, span in self.steady.items():
+            pace, known = span.early_pace, found.get(env)
+            if pace is not None and (known is None or pace > (known.pace(0) or 0.0)):
+                found[env] = span
+        return found
+
+    def _measured(self, uses: Sequence[ServerUse], now: float) -> Measurement | None:
         """Return the measurement since its beginning; None while it tells too little."""
         paces: dict[str, float] = {}
-        groups, size, total, rest, took_s = 0.0, 0.0, 0.0, _Rest(), now - self.since
+        groups, size, total, rest, took_s = 0.0, 0.0, 0.0, Rest(), now - self.since
         whole, present = self._size(uses), [one for one in uses if one.workers]
-        few, enough = sum(one.workers for one in present), _telling(present)
+        few, enough = sum(one.workers for one in present), telling_groups(present)
         is_slow = took_s >= max(SLOW_S, SLOW_CYCLES * max((one.rollout_s for one in uses), default=0.0))
         for one in present:
             own_groups = min(OWN_GROUPS, enough)
             least = min(own_groups, one.workers) if is_slow else own_groups
-            span, best = _Span.of(self.begun[one.env], one), self.bests.get(one.env)
+            span, best = Span.of(self.begun[one.env], one), self.bests.get(one.env)
             is_large = one.workers * (best or one.pace or 0.0) >= LARGE * whole
             if took_s < CYCLES * one.rollout_s or (is_large and span.groups < least):
                 return None
@@ -394,7 +331,7 @@ class SaturationDetector(msgspec.Struct, frozen=True):
                 return None  # others load the servers already, and deliver nothing yet
             groups += span.groups
             pace = span.pace(least)
-            own = pace or _Span.of(self.earlier.get(one.env, self.begun[one.env]), one).pace(least)
+            own = pace or Span.of(self.earlier.get(one.env, self.begun[one.env]), one).pace(least)
             if own is not None:
                 paces[one.env] = own
             if pace is not None:
@@ -406,8 +343,15 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             return None
         total += rest.total(total / size if size else 1.0)
         is_sure = groups >= SURE_GROUPS and took_s >= SURE_S
-        return _Measured(
-            paces, size + rest.size, total, groups, is_sure, self._is_enough(uses, total, took_s)
+        return Measurement(
+            paces,
+            size + rest.size,
+            total,
+            groups,
+            is_sure,
+            self._is_enough(uses, total, took_s),
+            took_s,
+            max(one.dispersion for one in present),
         )
 
     def _is_enough(self, uses: Sequence[ServerUse], total: float, took_s: float) -> bool:
@@ -421,7 +365,7 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             and starved_s <= ENOUGH_PART * took_s
         )
 
-    def _judged(self, seen: _Measured, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
+    def _judged(self, seen: Measurement, uses: Sequence[ServerUse], now: float) -> "SaturationDetector":
         new = self._anew(uses, now, self.begun.keys() - seen.paces.keys())
         if unknown := {env: pace for env, pace in seen.paces.items() if env not in self.bests}:
             bests = {one.env: self._unslowed(one, unknown[one.env]) for one in uses if one.env in unknown}
@@ -431,59 +375,75 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         if self.capacity and seen.size > self._fits(uses):
             return new  # scale-down in progress
         if self.tests_fewer:
-            return self._fewer(new, seen, now) if seen.is_sure else self
+            return self._fewer(new, seen, now)
         if self.made:
             return self._verified(new, seen)
         if self.known:
-            return self._probed(new, seen, now)
+            return self._probed(new, seen, uses, now)
         if self.capacity:
             return self._at_capacity(new, seen, uses, now)
+        return self._grown(new, seen, now)
+
+    def _grown(self, new: "SaturationDetector", seen: Measurement, now: float) -> "SaturationDetector":
+        """Judge workers whose capacity is unknown; they may be more than those proven."""
         if seen.size > MORE * self.proven and seen.total < SLOWER * seen.size:
             if seen.total < KEPT * self.top:
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
                 return new._based(seen)
-            if not seen.is_enough:
-                return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
-            # They make what is demanded: it seems that rollouts became longer.
-            return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
+            if seen.is_enough:  # it seems that rollouts became longer
+                return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
+            if not self.grown and seen.total < (1.0 + LIKE) * self.top:
+                # The servers were full before the first measurement already.
+                return replace(new._searching(self.proven, seen, now), is_full=True)
+            return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
         if self.longer >= LONGER and seen.size > MORE * self.proven:
             # If fewer make less, rollouts did become longer.
             based = replace(seen, size=seen.total)
             return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
         return new._followed(seen, now - self.since)
 
-    def _first(self, seen: _Measured, now: float) -> "SaturationDetector":
+    def _first(self, seen: Measurement, now: float) -> "SaturationDetector":
         """Take the first measurement of groups as proven, unless tokens tell that a smaller fleet was as fast."""
-        new = replace(self, proven=seen.total, top=seen.total)
-        if seen.total >= SLOWER * seen.size:
-            return replace(new, proven=seen.size)
-        return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
+        new = replace(self, proven=seen.total, top=seen.total, early={}, steady={})
+        if seen.total < SLOWER * seen.size:
+            return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
+        is_suspect = any(self._is_suspect(env, pace) for env, pace in seen.paces.items())
+        if is_suspect and not seen.is_enough:
+            return new._searching(seen.total, seen, now)
+        return replace(new, proven=seen.size)
 
     def _fits(self, uses: Sequence[ServerUse]) -> float:
         """Return the largest size of whole workers within the capacity."""
         return self.capacity + sum(self.bests.get(one.env, 0.0) for one in uses)
 
     def _at_capacity(
-        self, new: "SaturationDetector", seen: _Measured, uses: Sequence[ServerUse], now: float
+        self, new: "SaturationDetector", seen: Measurement, uses: Sequence[ServerUse], now: float
     ) -> "SaturationDetector":
         """Wait for the time of the next probe; follow workers that are far below the capacity."""
         if seen.size <= CLOSE * self.capacity:
             return new._followed(seen, now - self.since)
         change = seen.total / min(seen.size, self.capacity / ROOM)
         if not SLOWER <= change <= 1.0 / SLOWER:
+            if not seen.is_sure and abs(change - 1.0) < UNLIKELY * seen.error:
+                return self
             if not self.doubted:
                 return replace(new, doubted=True)
-            return new._slowed(seen) if change < 1.0 else new._sped_up(seen, now)
+            return new._slowed(seen, now) if change < 1.0 else new._sped_up(seen, now)
         new = replace(new, doubted=False)
         if not seen.is_sure:
             return self if now >= self.until or seen.size > (1.0 + STEADY) * self.full > 0.0 else new
         if self._is_fuller(seen, uses):
             return new._sped_up(seen, now)
-        if now < self.until:
+        if now < self.until or self._shows(seen, now):
             return new
         return replace(new, unit=max(self.bests.get(one.env, 0.0) for one in uses))._probing(seen, now)
 
-    def _is_fuller(self, seen: _Measured, uses: Sequence[ServerUse]) -> bool:
+    def _shows(self, seen: Measurement, now: float) -> bool:
+        """Return whether it will show without a probe that the servers become faster: they clearly slow the workers."""
+        since = self.until - min(self.hold_s / 2.0, LONGEST_HOLD_S)
+        return self.full > 0.0 and seen.total < SLOWED * seen.size and now < since + LONGEST_HOLD_S
+
+    def _is_fuller(self, seen: Measurement, uses: Sequence[ServerUse]) -> bool:
         """Return whether the servers make more than the full ones did, by more than chance: they became faster."""
         if not self.full:
             return False
@@ -491,86 +451,149 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         error = math.sqrt(dispersion / seen.groups + dispersion / self.full_groups)
         return seen.total > self.full * (1.0 + max(STEADY, CHANCE * error))
 
-    def _probing(self, seen: _Measured, now: float) -> "SaturationDetector":
+    def _probing(self, seen: Measurement, now: float) -> "SaturationDetector":
         """Try some more workers than those measured."""
         more = self.capacity + self.step * self.unit
         new = replace(self, capacity=more, known=self.capacity, until=now + self.hold_s)
         return replace(new, usual=seen.total, above=seen.size)
 
-    def _slowed(self, seen: _Measured) -> "SaturationDetector":
+    def _slowed(self, seen: Measurement, now: float) -> "SaturationDetector":
         """Try fewer workers, since those at the capacity became clearly slower.
 
         Their rollouts are longer, or the server became slower: neither makes more workers useful if the server is full.
         """
-        new = replace(self._based(seen), hold_s=FIRST_HOLD_S)
-        return replace(new, capacity=TESTED * seen.total, made=seen.total, above=seen.total, tests_fewer=True)
+        return replace(self._based(seen), hold_s=FIRST_HOLD_S)._testing(seen.total, seen.total, now)
 
-    def _sped_up(self, seen: _Measured, now: float) -> "SaturationDetector":
+    def _sped_up(self, seen: Measurement, now: float) -> "SaturationDetector":
         """Let some more workers join those at the capacity, which became clearly faster."""
         as_many = self.capacity * seen.total / seen.size
         new = replace(self._based(seen), capacity=as_many, hold_s=FIRST_HOLD_S)
         return replace(new, until=now, step=self._some(seen))
 
-    def _some(self, seen: _Measured) -> int:
+    def _some(self, seen: Measurement) -> int:
         """Return the workers of a large probe."""
         return max(1, round(LARGE_PROBE * seen.total / max(seen.paces.values())))
 
-    def _fewer(self, new: "SaturationDetector", seen: _Measured, now: float) -> "SaturationDetector":
-        """Judge a test with fewer workers: as long as they make as much, even fewer are tried."""
-        based = replace(new._based(seen), tests_fewer=False, made=0.0, until=now)
-        dropped = seen.total < self.made * (1.0 + seen.size / self.above) / 2.0
-        if dropped:  # they were needed, and some more may be, too
-            return replace(
-                based,
-                capacity=min(ROOM * self.made, seen.total * self.above / seen.size),
-                step=self._some(seen),
-            )
-        return replace(
-            based,
-            capacity=TESTED * seen.total,
-            made=max(seen.total, self.made),
-            above=seen.total,
-            tests_fewer=True,
-        )
+    def _is_unsuspected(self, use: ServerUse) -> bool:
+        """Return whether a few more may start unmeasured: nobody knows that fewer were clearly faster."""
+        if use.env not in self.early or use.env not in self.steady:
+            return True
+        pace = self.steady[use.env].early_pace
+        return pace is not None and not self._is_suspect(use.env, pace)
 
-    def _probed(self, new: "SaturationDetector", seen: _Measured, now: float) -> "SaturationDetector":
-        """Judge a probe: one more worker, or a few."""
+    def _is_suspect(self, env: str, pace: float) -> bool:
+        """Return whether fewer workers were clearly faster before the first measurement: the servers may be full."""
+        return env in self.early and pace < SUSPECT * (self.early[env].pace(0) or 0.0)
+
+    def _searching(self, above: float, seen: Measurement, now: float) -> "SaturationDetector":
+        """Search the capacity below workers of the size `above`. First, it must be sure that they make as much."""
+        least = seen.total * min(KEPT, (1.0 + above / seen.size) / 2.0)
+        new = replace(self, capacity=above, made=0.0, above=above, usual=least, until=now + FIRST_HOLD_S)
+        return replace(new, tests_fewer=True, is_search=True, doubted=False)
+
+    def _fewer(self, new: "SaturationDetector", seen: Measurement, now: float) -> "SaturationDetector":
+        """Judge a test with fewer workers: as long as they make as much, even fewer are tried."""
+        if not self.made:
+            if seen.total < self.usual:
+                return new._unbound(seen)
+            if not seen.tells(self._unit / self.above):
+                return self
+            return new._based(seen)._testing(seen.total, seen.total, now)
+        part = 1.0 - seen.size / self.above
+        if part * self.above < HELPS * self._unit or not seen.tells(part):
+            return self if now < self.until else new._ended(self.above, now)
+        enough = seen.total * self.above / seen.size
+        if seen.total >= self.made * (1.0 - part / 2.0):
+            new = replace(new._based(seen), is_full=True)
+            return new._testing(max(seen.total, self.made), seen.total, now)
+        if not self.is_search:  # they were needed, and some more may be, too
+            capacity = min(ROOM * self.made, enough)
+            based = replace(new._based(seen), capacity=capacity, tests_fewer=False, made=0.0, until=now)
+            return replace(based, step=self._some(seen))
+        if not self.is_full:  # it was a suspicion, and each worker is needed: growth will tell the capacity
+            return replace(new._unbound(seen), grown=self.grown)
+        if enough < CLOSE * self.made:  # as many as before would make less
+            return new._unbound(seen)
+        return new._ended(self.above, now)
+
+    def _testing(self, made: float, above: float, now: float) -> "SaturationDetector":
+        """Test whether fewer workers than those of the size `above` make as much."""
+        fewer = min(TESTED * above, above - self._unit)
+        if fewer < HELPS * self._unit:  # they are one worker
+            return self._ended(above, now)
+        until = now + FIRST_HOLD_S
+        return replace(self, capacity=fewer, made=made, above=above, until=until, tests_fewer=True)
+
+    def _unbound(self, seen: Measurement) -> "SaturationDetector":
+        """Let workers grow again: fewer make less, so the servers were not full."""
+        new = replace(self._based(seen), capacity=0.0, made=0.0, grown=True)
+        return replace(new, tests_fewer=False, is_search=False, is_full=False)
+
+    def _ended(self, capacity: float, now: float) -> "SaturationDetector":
+        """Take a capacity after a test with fewer workers."""
+        new = replace(self, capacity=capacity, made=0.0, tests_fewer=False, is_search=False, is_full=False)
+        return new._held(now)
+
+    def _held(self, now: float) -> "SaturationDetector":
+        """Wait until the next probe, and longer each time; one more of few workers is a large part of them."""
+        held, workers = min(self.hold_s, LONGEST_HOLD_S), self.capacity / self._unit
+        until = now + min(held * max(1.0, RARE / workers), LONGEST_HOLD_S)
+        return replace(self, until=until, hold_s=2.0 * held)
+
+    @property
+    def _unit(self) -> float:
+        """Return what the fastest worker makes among few."""
+        return max(self.bests.values(), default=0.0)
+
+    def _probed(
+        self, new: "SaturationDetector", seen: Measurement, uses: Sequence[ServerUse], now: float
+    ) -> "SaturationDetector":
+        """Judge a probe: one more worker, or a few. One that nobody fills ends without a result."""
+        if seen.size < self.above + HELPS * self.unit:
+            wanted = sum(one.want * one.available * self.bests.get(one.env, 0.0) for one in uses)
+            if wanted >= self.above + HELPS * self.unit and now < self.until:
+                return self
+            closed = replace(self, capacity=self.known, known=0.0, until=now + FIRST_HOLD_S)
+            return closed._at_capacity(
+                replace(new, capacity=self.known, known=0.0, until=closed.until), seen, uses, now
+            )
         known = replace(new, capacity=self.known)
-        if not seen.is_sure or seen.size < self.above + 0.5 * self.unit:
+        if not seen.tells(seen.size / self.above - 1.0):
             return self
         if seen.total < self.usual * (1.0 + HELPS * (seen.size / self.above - 1.0)):
             return known._found(self.known, seen, now)
         new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step)
         return new._probing(seen, now)
 
-    def _verified(self, new: "SaturationDetector", seen: _Measured) -> "SaturationDetector":
+    def _verified(self, new: "SaturationDetector", seen: Measurement) -> "SaturationDetector":
         """Compare the throughput at a capacity that was just found with that of more workers."""
         if seen.size < CLOSE * self.capacity:
             return new  # less is wanted now, which tells nothing
         part = seen.size / self.above
         if seen.total < self.made * (1.0 + part) / 2.0:
-            return replace(new._based(seen), capacity=0.0, made=0.0)  # it dropped: no saturation
+            return new._unbound(seen)
         if not seen.is_sure:
             return self
         new = replace(new, capacity=max(self.capacity, min(ROOM * self.made, self.above)), made=0.0)
-        new = new._filled(seen)
+        new = new._filled(seen, min(self.made, ROOM * seen.total))
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
             return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
         return new
 
-    def _filled(self, seen: _Measured) -> "SaturationDetector":
-        """Take the throughput of full servers, if it is sure."""
-        if not seen.is_sure or seen.total <= self.full:
+    def _filled(self, seen: Measurement, made: float = 0.0) -> "SaturationDetector":
+        """Take the throughput of full servers, if it is sure; a little more workers `made` more."""
+        full = max(seen.total, made)
+        if not seen.is_sure or full <= self.full:
             return self
-        return replace(self, full=seen.total, full_groups=seen.groups)
+        return replace(self, full=full, full_groups=seen.groups)
 
-    def _based(self, seen: _Measured) -> "SaturationDetector":
+    def _based(self, seen: Measurement) -> "SaturationDetector":
         """Take a measurement as the new baseline."""
         bests = {**self.bests, **seen.paces}
         new = replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total)
         return replace(new, usual_part=1.0, doubted=False, full=0.0)
 
-    def _followed(self, seen: _Measured, took_s: float) -> "SaturationDetector":
+    def _followed(self, seen: Measurement, took_s: float) -> "SaturationDetector":
         """Let the baseline follow workers that are not saturated.
 
         More workers than before are no measure of a change of the rollouts; the same number, or fewer, are. Rollouts
@@ -580,7 +603,9 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             usual = self.usual_part
             if seen.size > (1.0 + LIKE) * self.proven:
                 usual = min(1.0, seen.total / seen.size)
-            return replace(self, proven=seen.size, top=seen.total, usual_part=usual, doubted=False)
+            grown = self.grown or seen.total > (1.0 + LIKE) * self.top
+            new = replace(self, proven=seen.size, top=seen.total, usual_part=usual, doubted=False)
+            return replace(new, grown=grown)
         usual = self.usual_part if seen.size > CLOSE * self.proven else 1.0
         changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
         clearly = any(abs(change - 1.0) > 1.0 - SLOWER for change in changes.values())
@@ -598,9 +623,8 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         new = replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
         return new if clearly else replace(new, longer=max(1.0, self.longer / change))
 
-    def _found(self, capacity: float, seen: _Measured, now: float) -> "SaturationDetector":
-        held = min(self.hold_s, LONGEST_HOLD_S)
+    def _found(self, capacity: float, seen: Measurement, now: float) -> "SaturationDetector":
         new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False)
         made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
         new = replace(new, made=made, above=seen.size, proven=min(self.proven, capacity))._filled(seen)
-        return replace(new, top=min(self.top, seen.total), until=now + held, hold_s=2.0 * held)
+        return replace(new, top=min(self.top, seen.total))._held(now)

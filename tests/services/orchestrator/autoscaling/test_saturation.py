@@ -9,12 +9,9 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
 from rolloutmq.services.orchestrator.autoscaling.progress import Sampled
 from rolloutmq.services.orchestrator.autoscaling.saturation import (
     FIRST_HOLD_S,
-    GROUPS,
-    SURE_GROUPS,
-    SURE_S,
     SaturationDetector,
-    ServerUse,
 )
+from rolloutmq.services.orchestrator.autoscaling.server_use import GROUPS, SURE_GROUPS, SURE_S, ServerUse
 
 SHOWN_S: Final = 60
 """Time in which any workers have shown how fast they are."""
@@ -647,3 +644,74 @@ def test_it_is_not_judged_by_few_groups() -> None:
     limit = site.run(1, a=28)["a"]
     assert (before, limit.most, limit.slow) == (0.0, 0, True)
     assert SURE_GROUPS > GROUPS
+
+
+@pytest.mark.parametrize("knee", [1, 2, 3])
+def test_servers_that_the_first_workers_fill_are_left_with_those_that_fill_them(knee: int) -> None:
+    """Four workers are measured first, and share a server that fewer fill: their pace is no base."""
+    site = Site(shared=2.0 * knee)
+    site.dispersion = 0.1
+    site.run(SHOWN_S, a=4)
+    workers = 7
+    for _ in range(8):
+        workers = site.run(SURE, a=workers)["a"].most or workers
+    assert workers == knee
+
+
+def test_a_pace_that_fell_as_the_first_workers_joined_is_checked_before_more_of_them_start() -> None:
+    site = Site(shared=4.0)
+    site.run(12, a=1)
+    assert site.run(10, a=4)["a"].most == 4
+    assert site.run(SURE, a=4)["a"].most == 3
+
+
+def test_the_second_of_two_workers_that_share_a_full_server_brings_no_others() -> None:
+    site = Site(shared=1.0, paces={"a": 1.0})
+    assert site.run(15, a=1)["a"].reach == 4
+    assert site.run(12, a=2)["a"].reach == 2
+
+
+def test_workers_that_join_at_an_unchanged_pace_bring_others() -> None:
+    site = Site(shared=1e9, paces={"a": 1.0})
+    site.run(15, a=1)
+    assert site.run(12, a=2)["a"].reach == 4
+
+
+def test_servers_that_were_not_full_before_the_first_measurement_need_no_search() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    assert site.run(SHOWN_S, a=28)["a"].most == 21
+    assert not site.detector.tests_fewer
+
+
+def test_a_probe_that_nobody_fills_ends() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    site.run(SURE, a=21)
+    assert site.run(int(FIRST_HOLD_S), a=21)["a"].most == 22
+    site.wants["a"] = 20.0
+    assert site.run(SURE, a=20)["a"].most == 21
+    site.wants["a"], site.shared = 500.0, 20.0
+    assert site.run(SURE, a=21)["a"].most < 18
+
+
+def test_few_workers_are_probed_more_seldom() -> None:
+    """One more of two workers is half of them."""
+    site = Site(shared=4.0)
+    site.dispersion = 0.1
+    site.run(SHOWN_S, a=4)
+    workers = 7
+    for _ in range(8):
+        workers = site.run(SURE, a=workers)["a"].most or workers
+    assert site.run(int(2.0 * FIRST_HOLD_S), a=2)["a"].most == 2
+    assert site.run(int(2.0 * FIRST_HOLD_S), a=2)["a"].most == 3
+
+
+def test_a_wrong_suspicion_holds_back_no_growth() -> None:
+    site = Site(shared=1e9)
+    site.run(12, a=1)
+    site.paces["a"] = 1.0
+    assert site.run(26, a=4)["a"].most == 4
+    assert site.run(SURE + 40, a=4)["a"].most == 3
+    assert not site.run(2 * SURE, a=3)["a"].most
