@@ -180,7 +180,7 @@ class Telemetry:
 
     async def _record(self, stop: Stop) -> None:
         recorder = Recorder(self._layout.metrics)
-        exporters = Exporters(self._config, recorder)
+        exporters = Exporters(self._config, self._layout, recorder)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(exporters.run(stop), name="export")
             await self._record_events(stop, recorder, exporters)

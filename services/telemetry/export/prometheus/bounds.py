@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Final
 
-from rolloutmq.services.telemetry.export.prometheus.label_bound import LabelBound
+from rolloutmq.services.telemetry.export.label_bound import LabelBound
 
 ENVIRONMENTS: Final = 100
 WORKERS: Final = 100

@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from rolloutmq.services.telemetry.export.label_bound import OTHER, text_of
 from rolloutmq.services.telemetry.export.prometheus.catalogue import CATALOGUE, PREFIX, Kind, Spec
-from rolloutmq.services.telemetry.export.prometheus.label_bound import OTHER, text_of
 
 Labels = tuple[str, ...]
 Buckets = Sequence[tuple[str, float]]

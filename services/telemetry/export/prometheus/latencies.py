@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from rolloutmq.schemas.statistics.histogram import BUCKETS, HistogramBuilder
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
+from rolloutmq.services.telemetry.export.label_bound import OTHER
 from rolloutmq.services.telemetry.export.prometheus.bounds import Bounds
 from rolloutmq.services.telemetry.export.prometheus.families import Families
-from rolloutmq.services.telemetry.export.prometheus.label_bound import OTHER
 from rolloutmq.services.telemetry.export.prometheus.latest import Latest
 
 BOUNDS_S: Final = (

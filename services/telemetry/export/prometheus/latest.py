@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from rolloutmq.services.telemetry.export.prometheus.label_bound import OTHER, LabelBound
+from rolloutmq.services.telemetry.export.label_bound import OTHER, LabelBound
 
 E = TypeVar("E")
 

@@ -10,9 +10,9 @@ from typing import Final
 
 from rolloutmq.schemas.wire.control import LaneStatus, Pressure, WorkerStatus
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.services.telemetry.export.label_bound import OTHER, LabelBound
 from rolloutmq.services.telemetry.export.prometheus.bounds import Bounds
 from rolloutmq.services.telemetry.export.prometheus.families import Families
-from rolloutmq.services.telemetry.export.prometheus.label_bound import OTHER, LabelBound
 
 STATES: Final = (
     *("accepted", "queued", "leased", "trained", "committed"),

@@ -8,9 +8,9 @@ from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, EngineDecision
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
+from rolloutmq.services.telemetry.export.label_bound import OTHER
 from rolloutmq.services.telemetry.export.prometheus.bounds import Bounds
 from rolloutmq.services.telemetry.export.prometheus.families import Families
-from rolloutmq.services.telemetry.export.prometheus.label_bound import OTHER
 from rolloutmq.services.telemetry.export.prometheus.latest import Latest
 
 ALL: str = "_all"

@@ -83,7 +83,7 @@ def test_an_exporter_that_raises_is_logged_once_and_costs_the_record_nothing(
         raise ValueError("no")
 
     monkeypatch.setattr(RunMetrics, "feed", broken)
-    exporters = Exporters(config(metrics_port=1), Recorder(tmp_path / "metrics.jsonl"))
+    exporters = Exporters(config(metrics_port=1), RunLayout(tmp_path), Recorder(tmp_path / "metrics.jsonl"))
     for _ in range(3):
         exporters.feed(settled())
     assert [record.getMessage() for record in caplog.records] == ["event not exported kind=batch_settled"]

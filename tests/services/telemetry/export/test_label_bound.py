@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolloutmq.services.telemetry.export.prometheus.label_bound import OTHER, LabelBound, text_of
+from rolloutmq.services.telemetry.export.label_bound import OTHER, LabelBound, text_of
 
 
 def test_names_beyond_the_limit_share_one_label() -> None:
