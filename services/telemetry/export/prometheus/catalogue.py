@@ -154,6 +154,8 @@ _COUNTERS: Final = (
     ("scale_decisions", "env", "Decisions that changed the target number of workers."),
     ("hop_tokens", "hop env split", "Tokens of the groups that passed a hop."),
     ("call_tokens", "env engine status", "Tokens that calls sampled."),
+    ("worker_finished_rollouts", "worker env", "Rollouts that the worker measured."),
+    ("worker_rollout_seconds", "worker env", "Time of the rollouts that the worker measured."),
     ("latency_dropped_rows", "process", "Rows of latency that a process had no room for."),
     ("telemetry_events", "kind", "Events heard."),
     ("telemetry_malformed_events", "", "Events that failed to decode."),

@@ -1,5 +1,7 @@
 """Latencies as Prometheus histograms: the samples of all processes, added up since telemetry began. Pure.
 
+Hops of groups are those that the broker measures. A worker measures its rollouts once more, which are sums by worker.
+
 The buckets of a sample are finer by far than those of the page. A duration within 2 % of a bound may count on either
 side of it. Counters begin at zero with each life of telemetry, and `rate` handles that: kept sums would be older than
 the last page, and a counter that falls a little counts again as a whole.
@@ -59,6 +61,9 @@ class _Series:
         return [*zip(_TEXTS, accumulate(self.counts.tolist()), strict=True)]
 
 
+BROKER: Final = "broker"
+"""Process that measures the hops of all groups."""
+
 Key = tuple[str, ...]
 """Name of the histogram and values of its labels."""
 
@@ -76,6 +81,7 @@ class LatencyMetrics:
         self._series: dict[Key, _Series] = {}
         self._gpus = Latest[LatencySample](bounds.process, stale_s)
         self._dropped: dict[str, int] = {}
+        self._rollouts: dict[tuple[str, str], tuple[int, float]] = {}
 
     def feed(self, sample: LatencySample, now: float) -> None:
         """Add a sample."""
@@ -85,7 +91,10 @@ class LatencyMetrics:
         if sample.dropped_rows:
             self._dropped[process] = self._dropped.get(process, 0) + sample.dropped_rows
         for row in sample.rows:
-            self._at(self._key(row, process, now)).add(row)
+            if row.hop in {Hop.CALL, Hop.HTTP} or sample.name == BROKER:
+                self._at(self._key(row, process, now)).add(row)
+            elif row.hop is Hop.ROLLOUT:
+                self._roll_out(row, sample.name, now)
 
     def tell(self, families: Families, now: float) -> None:
         """Add the metrics."""
@@ -96,11 +105,28 @@ class LatencyMetrics:
         for process, rows in self._dropped.items():
             if self._bounds.process.holds(process):
                 families.add("latency_dropped_rows_total", rows, process)
+        for (worker, env), (count, seconds) in list(self._rollouts.items()):
+            if self._bounds.worker.holds(worker):
+                families.add("worker_finished_rollouts_total", count, worker, env)
+                families.add("worker_rollout_seconds_total", seconds, worker, env)
+            else:
+                del self._rollouts[worker, env]
         for key, series in list(self._series.items()):
             if self._is_known(key):
                 _tell(families, key, series)
             else:
                 del self._series[key]
+
+    def _roll_out(self, row: LatencyRow, name: str, now: float) -> None:
+        worker = self._bounds.worker.label(name, now)
+        key = (OTHER, OTHER) if worker == OTHER else (worker, self._env(row, now))
+        count, seconds = self._rollouts.get(key, (0, 0.0))
+        total_s = min(seconds + row.durations.total_s, float_info.max)
+        self._rollouts[key] = count + row.durations.count, total_s
+
+    def _env(self, row: LatencyRow, now: float) -> str:
+        """Return the label of an environment. A process without room for it sends no name."""
+        return self._bounds.env.label(row.env, now) if row.env else OTHER
 
     def _at(self, key: Key) -> _Series:
         if key not in self._series and len(self._series) >= SERIES:
@@ -111,7 +137,7 @@ class LatencyMetrics:
         status = row.status if row.status in _STATUSES else OTHER
         if row.hop is Hop.HTTP:
             return row.hop, process, self._bounds.route.label(row.route, now), status
-        env = self._bounds.env.label(row.env, now)
+        env = self._env(row, now)
         if row.hop is Hop.CALL:
             return row.hop, env, self._bounds.engine.label(row.engine, now), status
         return row.hop, env, row.split.name.lower()

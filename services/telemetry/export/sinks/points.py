@@ -30,6 +30,7 @@ ENVIRONMENTS: Final = 50
 """Environments with figures of their own; of the others there are none, but for the sums over all."""
 FIGURES: Final = 200
 """Figures of a trainer and reasons of waits, by name."""
+BROKER: Final = "broker"
 PERCENTS: Final = (50, 95, 99)
 VALUES_LIMIT: Final = 2000
 """Most values of a point."""
@@ -136,6 +137,8 @@ class Points:
 
     def _measured(self, sample: LatencySample, now: float) -> None:
         for row in sample.rows:
+            if row.hop is Hop.ROLLOUT and sample.name != BROKER:  # the broker tells the same rollouts
+                continue
             keys: list[tuple[str, ...]] = [(row.hop,)]
             if row.hop is not Hop.HTTP and row.env and self._envs.label(row.env, now) != OTHER:
                 keys.append((row.hop, row.env))

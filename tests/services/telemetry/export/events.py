@@ -218,3 +218,4 @@ def every_kind() -> Iterator[Event]:
         gpus=("GPU-1",),
         dropped_rows=2,
     )
+    yield latency(row(Hop.ROLLOUT, [2.0], env="math"), name="math-0")

@@ -7,10 +7,10 @@ from typing import Any
 
 import aiohttp
 import pytest
+from tests.services.telemetry.bus import OneGpu, forwarding
 from tests.services.telemetry.export.events import pressure, settled
 from tests.services.telemetry.export.prometheus.pages import Sample, key, samples_of
 from tests.services.telemetry.export.prometheus.test_endpoint import free_port
-from tests.services.telemetry.test_server import OneGpu, forwarding
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.transport.pubsub import Publisher

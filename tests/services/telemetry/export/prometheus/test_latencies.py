@@ -41,9 +41,9 @@ def test_each_kind_of_hop_has_its_labels() -> None:
             [
                 latency(
                     row(Hop.CALL, [0.1], env="math", engine="inference", status="5xx", tokens=7),
-                    row(Hop.ROLLOUT, [1.0], env="math", split=Split.EVAL),
                     name="math-0",
                 ),
+                latency(row(Hop.ROLLOUT, [1.0], env="math", split=Split.EVAL)),
                 latency(row(Hop.HTTP, [0.1], route="/latest", status="2xx"), name="gateway", gpus=("GPU-1",)),
             ]
         )
@@ -55,6 +55,19 @@ def test_each_kind_of_hop_has_its_labels() -> None:
     http = {"process": "gateway", "route": "/latest", "status": "2xx"}
     assert page[key("http_request_duration_seconds_count", **http)] == 1
     assert page[key("process_gpu_info", process="gateway", gpu="GPU-1", host="h")] == 1
+
+
+def test_rollouts_of_workers_are_not_added_to_those_of_the_broker() -> None:
+    told = row(Hop.ROLLOUT, [1.0, 3.0], env="math")
+    page = read(metrics_of([latency(told), latency(told, name="math-0"), latency(told, name="math-0")]))
+    assert page[key("hop_duration_seconds_count", hop="rollout", env="math", split="train")] == 2
+    assert page[key("worker_finished_rollouts_total", worker="math-0", env="math")] == 4
+    assert page[key("worker_rollout_seconds_total", worker="math-0", env="math")] == pytest.approx(8.0)
+
+
+def test_a_row_without_an_environment_is_one_of_the_others() -> None:
+    page = read(metrics_of([latency(row(Hop.QUEUE, [1.0]))]))
+    assert page[key("hop_duration_seconds_count", hop="queue", env="_other", split="train")] == 1
 
 
 def test_a_status_is_one_of_the_classes() -> None:

@@ -63,11 +63,14 @@ def test_state_is_sampled_at_intervals() -> None:
     first = pressure([lane()], [worker("a"), worker("b", silent_s=9.0)], starved_s=4.0)
     assert points_of(first, hops, points=points) == []
     assert points_of(hops, points=points, now=SAMPLE_S - 1) == []
+    again = latency(row(Hop.ROLLOUT, [9.0], env="math"), name="math-0")
+    assert points_of(again, points=points, now=SAMPLE_S - 1) == []
     (point,) = points_of(pressure(starved_s=5.0), points=points, now=SAMPLE_S)
     assert (point.step, point.at) == (7, 100.0)
     assert point.values["latency/queue/p50_s"] == pytest.approx(0.1, rel=0.01)
     assert point.values["latency/queue/math/p99_s"] == pytest.approx(0.1, rel=0.01)
     assert point.values["latency/queue/code/p99_s"] == pytest.approx(0.2, rel=0.01)
+    assert "latency/rollout/p50_s" not in point.values  # the broker tells the same ones
     assert point.values["queue/rollout_pressure"] == 1.5
     assert point.values["wait/trainer_starved_s"] == 5.0
     (point,) = points_of(pressure(workers=[worker("a")], starved_s=6.5), points=points, now=2 * SAMPLE_S)
