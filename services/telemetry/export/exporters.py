@@ -16,7 +16,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import python_command
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.process.runner import Stop
-from rolloutmq.services.telemetry.export.packages import SINKS
+from rolloutmq.services.telemetry.export.packages import SINKS, TRACES
 from rolloutmq.services.telemetry.export.sinks.outlet import SinkOutlet
 from rolloutmq.services.telemetry.export.sinks.points import Points
 from rolloutmq.services.telemetry.recorder import Recorder
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Exporters:
-    """What `[telemetry]` asks for: `/metrics` and sinks. Loads no library of an exporter that is off.
+    """What `[telemetry]` asks for: `/metrics`, sinks and traces. Loads no library of an exporter that is off.
 
     Args:
         config: The configuration of the run.
@@ -43,6 +43,7 @@ class Exporters:
         self._metrics = _metrics_of(config) if config.telemetry.metrics_port else None
         self._points = Points()
         self._outlets = [*_outlets_of(config, layout)]
+        self._traces = [*_traces_of(config, layout)]
         self._why = ""
 
     def feed(self, event: Event) -> None:
@@ -63,7 +64,7 @@ class Exporters:
     async def run(self, stop: Stop) -> None:
         """Serve until `stop`, and let the sinks finish."""
         async with asyncio.TaskGroup() as tasks:
-            for outlet in self._outlets:
+            for outlet in (*self._outlets, *self._traces):
                 tasks.create_task(outlet.run(stop), name=f"sink {outlet.name}")
             if self._metrics is not None:
                 from rolloutmq.services.telemetry.export.prometheus.endpoint import serve_metrics
@@ -74,11 +75,12 @@ class Exporters:
         from rolloutmq.services.telemetry.export.prometheus.run_metrics import SelfCounts
 
         assert self._metrics is not None
+        all_ = (*self._outlets, *self._traces)
         counts = SelfCounts(
             self._recorder.malformed,
             self._recorder.lost,
-            tuple((outlet.name, outlet.taken) for outlet in self._outlets),
-            tuple((outlet.name, outlet.dropped) for outlet in self._outlets),
+            tuple((outlet.name, outlet.taken) for outlet in all_),
+            tuple((outlet.name, outlet.dropped) for outlet in all_),
         )
         return self._metrics.families(asyncio.get_running_loop().time(), counts)
 
@@ -97,3 +99,14 @@ def _outlets_of(config: RunConfig, layout: RunLayout) -> Iterator[SinkOutlet]:
             continue
         module = "rolloutmq.services.telemetry.export.sinks.program"
         yield SinkOutlet(name, python_command(sys.executable, module, name, str(layout.root)))
+
+
+def _traces_of(config: RunConfig, layout: RunLayout) -> Iterator[SinkOutlet]:
+    """Yield the process that sends traces, if there are any. It reads them itself, so it gets no points."""
+    if not config.telemetry.trace_ratio:
+        return
+    if not TRACES.is_met:
+        logger.error("traces not started: the package is missing; %s", install_remedy(TRACES.extra))
+        return
+    module = "rolloutmq.services.telemetry.export.traces.program"
+    yield SinkOutlet(TRACES.extra, python_command(sys.executable, module, str(layout.root)))

@@ -160,7 +160,7 @@ _COUNTERS: Final = (
     ("telemetry_events", "kind", "Events heard."),
     ("telemetry_malformed_events", "", "Events that failed to decode."),
     ("telemetry_lost_events", "", "Events that could not be written to metrics.jsonl."),
-    ("export_points", "sink", "Points handed to a sink."),
+    ("export_points", "sink", "Points that a sink took; for `otel` traces."),
     ("export_dropped_points", "sink", "Points that a sink was too slow for, or that it refused."),
 )
 
