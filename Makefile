@@ -68,7 +68,7 @@ test-verifiers: .venv-verifiers/.installed .venv-verifiers04/.installed ## envir
 test-data: .venv-verifiers/.installed ## rows of data sets as tasks; the environment of verifiers has `datasets`
 	.venv-verifiers/bin/python -m pytest -m rival tests/bus/tasks/test_rows.py
 
-test-export: .venv-export/.installed ## experiment trackers and a receiver of traces, fed by telemetry
+test-export: .venv-export/.installed ## experiment trackers, a receiver of traces and Prometheus, fed by telemetry
 	.venv-export/bin/python -m pytest -m rival tests/services/telemetry/export
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue

@@ -212,6 +212,7 @@ def every_kind() -> Iterator[Event]:
     yield decision(2)
     yield decision(3)
     yield latency(
+        row(Hop.ROLLOUT, [2.0], env="math"),
         row(Hop.QUEUE, [0.5], env="math", tokens=10),
         row(Hop.CALL, [0.05], env="math", engine="inference", status="2xx", tokens=5),
         row(Hop.HTTP, [0.002], route="/v1/x", status="4xx"),
