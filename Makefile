@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers test-data \
-	test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench bench-rewards \
+	test-export test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench bench-rewards \
 	bench-scaling bench-rivals accept newest reference notebook lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
@@ -67,6 +67,9 @@ test-verifiers: .venv-verifiers/.installed .venv-verifiers04/.installed ## envir
 
 test-data: .venv-verifiers/.installed ## rows of data sets as tasks; the environment of verifiers has `datasets`
 	.venv-verifiers/bin/python -m pytest -m rival tests/bus/tasks/test_rows.py
+
+test-export: .venv-export/.installed ## experiment trackers, a receiver of traces and Prometheus, fed by telemetry
+	.venv-export/bin/python -m pytest -m rival tests/services/telemetry/export
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl
@@ -190,6 +193,13 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	.venv-verifiers04/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
 	touch $@
 
+.venv-export/.installed: pyproject.toml requirements/export.txt
+	$(PYTHON) -m venv .venv-export
+	.venv-export/bin/python $(LOCKED) requirements/export.txt
+	$(call install_package,.venv-export)
+	.venv-export/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
+	touch $@
+
 # No `pip check`: two packages that verl declares are left out, see the file. verl also installs folders called `tests` and
 # `scripts`, so nothing that runs here imports ours of these names.
 .venv-verl/.installed: pyproject.toml requirements/verl.txt $(TORCH)
@@ -216,7 +226,7 @@ reference: $(VENV)/.installed ## the pages of docs/reference that are made from 
 	$(BIN)/python -m rolloutmq.launch.reference docs/reference
 
 clean:
-	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-verifiers .venv-verifiers04 .venv-transformers4 \
+	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-verifiers .venv-verifiers04 .venv-export .venv-transformers4 \
 		.venv-build .venv-vllm .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -33,6 +33,7 @@ journal/             groups-00000001.rmq ..., events-00000001.rmq ..., quarantin
 dead/                one file for each dead letter                      broker
 ratings/             latest ratings of each ensemble of raters          each worker, under a lock
 metrics.jsonl        every published event                              telemetry
+trackers/            files of experiment trackers; NAME.json has the id of their run    telemetry's sinks
 curriculum.json      progress of each curriculum                        curriculum
 curriculum/          state and events of each curriculum                curriculum
 decisions.jsonl      autoscaling decisions, with their inputs           orchestrator
@@ -97,6 +98,7 @@ class RunLayout:
         self.dead = root / "dead"
         self.ratings = root / "ratings"
         self.metrics = root / "metrics.jsonl"
+        self.trackers = root / "trackers"
         self.curriculum = root / "curriculum.json"
         self.curricula = root / "curriculum"
         self.decisions = root / "decisions.jsonl"

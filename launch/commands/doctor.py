@@ -73,7 +73,10 @@ def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 def module(name: str, extra: str, what: str, *, needed: bool = False) -> Finding:
     """Check that a package of one of our extras is installed, without importing it."""
-    there = importlib.util.find_spec(name) is not None
+    try:
+        there = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package around it is missing
+        there = False
     remedy = install_remedy(extra) if extra else "run pip install rolloutmq"
     return Finding(what, there, "installed" if there else "not installed", remedy, needed)
 
@@ -150,6 +153,10 @@ CHECKS: Final[Iterable[Callable[[], Finding]]] = (
     lambda: module("torch", "trainer", "torch (trainer and tiny inference)"),
     lambda: module("transformers", "trainer", "transformers (trainer and tiny inference)"),
     lambda: module("matplotlib", "report", "matplotlib (report.png)"),
+    lambda: module("wandb", "wandb", "wandb (telemetry.sinks)"),
+    lambda: module("tensorboard", "tensorboard", "tensorboard (telemetry.sinks)"),
+    lambda: module("mlflow", "mlflow", "mlflow (telemetry.sinks)"),
+    lambda: module("opentelemetry.sdk", "otel", "opentelemetry (telemetry.trace_ratio)"),
     cores,
     shared_memory,
     disk,

@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -39,6 +40,7 @@ from rolloutmq.services.curriculum.samplers.registry import check_samplers
 from rolloutmq.services.http_server.access import http_token
 from rolloutmq.services.inference.vllm.installed import require_vllm
 from rolloutmq.services.programs.command import check_command
+from rolloutmq.services.telemetry.export.packages import missing_in
 from rolloutmq.services.worker.loader import check_entry
 
 
@@ -187,7 +189,11 @@ def _of_the_run(config: RunConfig, sources: Sequence[HubSource], *, fetched: boo
         lambda: bind_host(config.broker) if config.broker.transport == "tcp" else None,
         lambda: require_vllm(config.inference.vllm.python) if config.inference.kind == "vllm" else None,
         lambda: _check_packages(config),
-        lambda: _check_port(config.inference),
+        lambda: _check_inference_port(config.inference),
+        lambda: _check_port(
+            "telemetry", "metrics_", config.telemetry.metrics_host, config.telemetry.metrics_port
+        ),
+        *(partial(_raise, missing) for missing in missing_in(config.telemetry)),
         lambda: _check_teacher(config) if fetched and not models else None,
     )
 
@@ -335,21 +341,31 @@ def _check_teacher(config: RunConfig) -> None:
     )
 
 
-def _check_port(inference: InferenceConfig) -> None:
-    if inference.kind not in {"tiny", "vllm"} or inference.port == 0:
+def _check_inference_port(inference: InferenceConfig) -> None:
+    if inference.kind in {"tiny", "vllm"}:
+        _check_port("inference", "", inference.host, inference.port)
+
+
+def _check_port(section: str, prefix: str, host: str, port: int) -> None:
+    """Require that an address can be bound, of the keys `host` and `port` of a section with this prefix."""
+    if port == 0:
         return
-    family = socket.AF_INET6 if ":" in inference.host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((inference.host, inference.port))
+            probe.bind((host, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise ConfigError(
-                    "inference.host", f"cannot bind {inference.host}:{inference.port}: {error.strerror}"
+                    f"{section}.{prefix}host", f"cannot bind {host}:{port}: {error.strerror}"
                 ) from None
-            address = f"{inference.host}:{inference.port} (inference.port)"
-            raise AddressInUseError(address, _listener(inference.port)) from None
+            address = f"{host}:{port} ({section}.{prefix}port)"
+            raise AddressInUseError(address, _listener(port)) from None
+
+
+def _raise(error: RolloutMQError) -> None:
+    raise error
 
 
 def _listener(port: int) -> str:

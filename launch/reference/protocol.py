@@ -33,6 +33,7 @@ from rolloutmq.schemas.wire import (
     requests,
     tasks,
     telemetry,
+    tracing,
     training,
 )
 from rolloutmq.schemas.wire.envelope import Message
@@ -49,6 +50,7 @@ MODULES: Final[tuple[ModuleType, ...]] = (
     evaluation,
     training,
     telemetry,
+    tracing,
     distillation,
 )
 
@@ -215,6 +217,12 @@ EVENTS: Final = (
         "`telemetry.latency.NAME`",
         "each process",
         "every `telemetry.interval_s`, where anything was measured",
+    ),
+    Published(
+        tracing.RolloutTrace,
+        "`telemetry.trace.WORKER`",
+        "workers",
+        "after each rollout of a traced group",
     ),
     Published(
         health.HealthFinding,

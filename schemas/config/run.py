@@ -11,7 +11,8 @@ from pydantic import (
     model_validator,
 )
 
-from rolloutmq.schemas.config.base import MIB, NameText, Section
+from rolloutmq.schemas.address import problem_of_host
+from rolloutmq.schemas.config.base import MIB, Fraction, NameText, Section
 from rolloutmq.schemas.config.broker import SEQUENCE_BYTES, TOKEN_BYTES, BrokerConfig
 from rolloutmq.schemas.config.command import placeholders_of
 from rolloutmq.schemas.config.distillation import TeacherConfig
@@ -106,10 +107,36 @@ class ModelConfig(Section):
 
 
 class TelemetryConfig(Section):
-    """`[telemetry]`: samples of host, GPUs and processes."""
+    """`[telemetry]`: samples of host, GPUs and processes, and their export to other tools."""
 
     interval_s: PositiveFloat = 1.0
     """Time between two samples."""
+    metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of `/metrics` for Prometheus, with all metrics of the run. 0: none, since two runs on a machine would need
+    two ports."""
+    metrics_host: str = "127.0.0.1"
+    """Address of `/metrics`. Another one than loopback needs `insecure`."""
+    insecure: bool = False
+    """Allow a `metrics_host` within reach of other machines. HTTP here is not encrypted, and without
+    `run.http_token_file` everybody who reaches the address reads the metrics."""
+    sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = ()
+    """Experiment trackers that get the figures of the run: one run of theirs for each run. Each needs the extra of its
+    name."""
+    wandb_mode: Literal["online", "offline"] = "online"
+    """Offline: W&B writes to the run directory, and `wandb sync` uploads it later. Online needs a login."""
+    mlflow_uri: str = ""
+    """Tracking server of MLflow, such as `http://mlflow:5000`. Empty: the variable `MLFLOW_TRACKING_URI`, or else the
+    database `mlflow.db` in the run directory."""
+    trace_ratio: Fraction = 0.0
+    """Part of the groups whose way is traced to `otlp_url`, chosen by their ids. 0: none."""
+    otlp_url: str = "http://127.0.0.1:4318/v1/traces"
+    """Receiver of traces by OTLP over HTTP, such as an OpenTelemetry collector."""
+
+    @model_validator(mode="after")
+    def _on_loopback(self) -> Self:
+        if problem := problem_of_host("telemetry", self.metrics_host, insecure=self.insecure):
+            raise ValueError(f"metrics_{problem}")
+        return self
 
 
 class RunConfig(Section):

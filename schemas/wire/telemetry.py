@@ -8,6 +8,7 @@ from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.latency import LatencySample
+from rolloutmq.schemas.wire.tracing import RolloutTrace
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 
 
@@ -162,6 +163,7 @@ Event = (
     | GpuStanding
     | CurriculumProgress
     | HealthFinding
+    | RolloutTrace
     | TelemetryEvent
 )
 """All events on `events` except `Ack` and `Drain`, which have one receiver."""

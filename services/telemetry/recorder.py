@@ -59,17 +59,17 @@ class Recorder:
         except OSError as error:
             self._lose(0, str(error))
 
-    def record(self, topic: bytes, payload: bytes, now: float) -> None:
-        """Record one event at wall clock `now`; count and log one that does not decode."""
+    def record(self, topic: bytes, payload: bytes, now: float) -> Event | None:
+        """Record one event at wall clock `now`, and return it. None for one that does not decode: it is counted."""
         try:
             event = codec.decode_event(payload)
         except WireError as error:
             self.malformed += 1
             logger.warning("event not decoded topic=%r error=%s", topic, error)
-            return
-        if isinstance(event, Pressure) and not self._is_due(now):
-            return
-        self._lines.append(line_of(topic, event, now))
+            return None
+        if not isinstance(event, Pressure) or self._is_due(now):
+            self._lines.append(line_of(topic, event, now))
+        return event
 
     def _is_due(self, now: float) -> bool:
         first = self._first_at = now if self._first_at is None else self._first_at

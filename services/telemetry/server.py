@@ -15,14 +15,13 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.engine_registry import EngineWatch, engines_of
 from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
 from rolloutmq.schemas.wire.control import StepDone, StepSkipped
@@ -30,6 +29,7 @@ from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.schemas.wire.telemetry import (
     EngineSample,
+    Event,
     GpuAbsence,
     GpuSample,
     HostSample,
@@ -41,6 +41,7 @@ from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.health_monitor import HealthMonitor
 from rolloutmq.services.rewards.joining import FindingOutlet
 from rolloutmq.services.telemetry.bounded_calls import CALL_TIMEOUT_S, BoundedCalls
+from rolloutmq.services.telemetry.export.exporters import Exporters
 from rolloutmq.services.telemetry.gpus import GpuBackend, GpuProbe
 from rolloutmq.services.telemetry.nvml import Nvml
 from rolloutmq.services.telemetry.probes import Disks, HostProbe, ProcessProbe, host_name
@@ -48,8 +49,6 @@ from rolloutmq.services.telemetry.recorder import RECORDED, Recorder
 
 logger = logging.getLogger(__name__)
 
-TRAINING: Final = tuple(topics.telemetry(what, "") for what in ("skipped", "settled", "figures"))
-"""Prefixes of the topics of batches, beside `step`."""
 FLUSH_S: Final = 1.0
 """Maximum time of events lost with a killed service."""
 LISTEN_S: Final = 0.2
@@ -147,6 +146,7 @@ class Telemetry:
     """
 
     def __init__(self, config: RunConfig, layout: RunLayout, gpus: GpuBackend | None = None) -> None:
+        self._config = config
         self._interval_s = config.telemetry.interval_s
         self._health = HealthMonitor(config.health, config.passes)
         self._layout = layout
@@ -180,45 +180,43 @@ class Telemetry:
 
     async def _record(self, stop: Stop) -> None:
         recorder = Recorder(self._layout.metrics)
+        exporters = Exporters(self._config, self._layout, recorder)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(exporters.run(stop), name="export")
+            await self._record_events(stop, recorder, exporters)
+
+    async def _record_events(self, stop: Stop, recorder: Recorder, exporters: Exporters) -> None:
         health = self._health
         with contextlib.suppress(FileNotFoundError), open_regular(self._layout.metrics) as record:
             health.replay(record)
         flush_at = time.monotonic() + FLUSH_S
         with contextlib.closing(FindingOutlet(self._layout)) as outlet:
-            await self._follow(stop, recorder, health, outlet, flush_at)
+            await self._follow(stop, recorder, exporters, outlet, flush_at)
         recorder.flush()
 
     async def _follow(
-        self, stop: Stop, recorder: Recorder, health: HealthMonitor, outlet: FindingOutlet, flush_at: float
+        self, stop: Stop, recorder: Recorder, exporters: Exporters, outlet: FindingOutlet, flush_at: float
     ) -> None:
         async with EventFeed(self._layout, RECORDED) as feed:
             while not stop.event.is_set():
-                event = await feed.next(LISTEN_S)
-                if event is not None:
-                    recorder.record(*event, time.time())
-                    for finding in _findings(health, *event):
+                heard = await feed.next(LISTEN_S)
+                if heard is not None and (event := recorder.record(*heard, time.time())) is not None:
+                    exporters.feed(event)
+                    for finding in self._findings(event):
                         outlet.tell(finding)
                 if time.monotonic() >= flush_at:
                     recorder.flush()
                     flush_at = time.monotonic() + FLUSH_S
-            while (event := feed.try_next()) is not None:
-                recorder.record(*event, time.time())
+            while (heard := feed.try_next()) is not None:
+                if (event := recorder.record(*heard, time.time())) is not None:
+                    exporters.feed(event)
 
-
-def _findings(health: HealthMonitor, topic: bytes, payload: bytes) -> list[HealthFinding]:
-    """Return what an event says of the health of the rewards; the recorder counts one that does not decode."""
-    if topic != topics.STEP and not topic.startswith(TRAINING):
-        return []
-    try:
-        event = codec.decode_event(payload)
+    def _findings(self, event: Event) -> list[HealthFinding]:
+        """Return what an event says of the health of the rewards."""
         if isinstance(event, StepFigures):
-            health.take_figures(event)
-        return (
-            health.feed(event, time.time())
-            if isinstance(event, StepDone | StepSkipped | BatchSettled)
-            else []
-        )
-    except WireError:
+            self._health.take_figures(event)
+        if isinstance(event, StepDone | StepSkipped | BatchSettled):
+            return self._health.feed(event, time.time())
         return []
 
 

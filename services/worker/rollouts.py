@@ -42,6 +42,7 @@ from rolloutmq.schemas.wire.tasks import GIVEN, TaskStatus
 from rolloutmq.services.rewards.raters import EVALUATING
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.group_members import GroupMembers, drawn
+from rolloutmq.services.worker.openai.call_trace import RolloutTracer
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
 from rolloutmq.services.worker.trajectory import TurnMismatchError, group_of
 from rolloutmq.services.worker.user_code.failures import UserFiles, failure_of, first_error, one_line
@@ -141,12 +142,15 @@ class Rollouts:
         evaluation_seed: int | None = None,
         on_failure: OnFailure | None = None,
         files: UserFiles | None = None,
+        tracer: RolloutTracer | None = None,
     ) -> None:
         """Prepare the slots.
 
         `evaluation_seed` makes them answer the tasks of an evaluation, seeded with it. `on_failure` is called for each
-        failed rollout. `files` tell the user's frames, for the place of a rollout that took too long.
+        failed rollout. `files` tell the user's frames, for the place of a rollout that took too long. `tracer`
+        traces the calls of sampled groups.
         """
+        self._tracer = tracer
         self.worker = worker
         self.env = worker.rpartition("-")[0] or worker
         self.config = config
@@ -234,7 +238,7 @@ class Rollouts:
         """Do one rollout and settle its permit and its task."""
         attempt = Attempt(next(self._numbers), task, known=permit.policy)
         try:
-            group = await self._group(attempt)
+            group = await self._traced(attempt)
             if group is not None and self._teacher is not None:
                 group = await self._taught(self._teacher, group, attempt)
             if group is not None:
@@ -253,9 +257,18 @@ class Rollouts:
         if self._failures >= self.config.failure_limit:
             raise EnvironmentFailedError(self.env, self._failures, self.error) from attempt.raised
 
+    async def _traced(self, attempt: "Attempt") -> Group | None:
+        """Run the user's code once, and trace its calls if the group is sampled."""
+        if self._tracer is None:
+            return await self._group(attempt)
+        with self._tracer.rollout(self._group_id(attempt)):
+            return await self._group(attempt)
+
+    def _group_id(self, attempt: "Attempt") -> str:
+        return f"{self.worker}/{self._life}-{attempt.number}"
+
     async def _group(self, attempt: "Attempt") -> Group | None:
         """Run the user's code once; None if it failed. All errors of user code end here."""
-        number = attempt.number
         rng = self._generator(attempt)
         limit_s = self.config.rollout_timeout_s
         started_at = self._clock()
@@ -264,7 +277,7 @@ class Rollouts:
             async with timer, self._wanted(attempt, timer):
                 returned = await self._rolled_out(attempt, rng)
             return group_of(
-                f"{self.worker}/{self._life}-{number}",
+                self._group_id(attempt),
                 returned,
                 started_at=started_at,
                 finished_at=self._clock(),

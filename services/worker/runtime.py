@@ -47,6 +47,7 @@ from rolloutmq.services.rewards.joining import joined
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.heartbeat import Heartbeat
 from rolloutmq.services.worker.loader import check_abilities, load_environment
+from rolloutmq.services.worker.openai.call_trace import RolloutTracer
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.policy import CountingPolicy, NoPolicy, Policy
@@ -120,6 +121,7 @@ class Worker:
         self._answers: Rollouts | None = None
         """Those that answer the evaluation beside the training; no heartbeat tells of them."""
         self._teacher: TeacherClient | None = None
+        self._tracer: RolloutTracer | None = None
         self._files = UserFiles.of(self.config.base_dir, [self.section])
         self._failures = RateLimitedLog(TRACEBACK_EVERY_S)
         self._heartbeat = Heartbeat(self.layout, worker, self.beat, self.start_draining)
@@ -258,6 +260,10 @@ class Worker:
             async with asyncio.timeout(None) as self._starting:  # `start_draining` lets it expire
                 if isinstance(environment, AbstractAsyncContextManager):
                     await stack.enter_async_context(environment)
+                tracer = self._tracer = RolloutTracer(
+                    self.layout, self.name, self.env, self.config.telemetry.trace_ratio
+                )
+                stack.callback(tracer.close)
                 policy = await self._policy(stack)
                 counting = CountingPolicy(policy)
                 producer = await self._opened(stack)
@@ -287,6 +293,7 @@ class Worker:
             evaluation_seed=self._evaluation_seed if self.section.split == "eval" else None,
             on_failure=self._failed,
             files=self._files,
+            tracer=tracer,
         )
         return [producer, *evaluating]
 
@@ -310,6 +317,7 @@ class Worker:
             evaluation_seed=self._evaluation_seed,
             on_failure=self._failed,
             files=self._files,
+            tracer=self._tracer,
         )
         return [producer]
 

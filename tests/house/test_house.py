@@ -26,7 +26,7 @@ def test_the_package_holds_nothing_else() -> None:
 
 
 def test_every_promised_target_can_be_made() -> None:
-    trainers = ("test-trl", "test-skyrl", "test-verl", "test-verifiers", "test-data")
+    trainers = ("test-trl", "test-skyrl", "test-verl", "test-verifiers", "test-data", "test-export")
     rivals = ("test-atropos", *trainers, "test-install", "test-transferqueue", "test-vllm", "quickstart-vllm")
     tests = ("test", "test-extended", "test-all")
     for target in (
@@ -56,6 +56,7 @@ def test_every_promised_target_can_be_made() -> None:
         "test-verl",
         "test-verifiers",
         "test-data",
+        "test-export",
         "test-transformers4",
         "test-install",
         "test-vllm",

@@ -32,6 +32,7 @@ from rolloutmq.schemas.wire.telemetry import (
     HostSample,
     ProcessSample,
 )
+from rolloutmq.schemas.wire.tracing import RolloutTrace
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.report.history import MOMENTARY, History
 from rolloutmq.services.monitor.report.metrics import configured_bounds
@@ -160,6 +161,8 @@ class RunState:
             case EngineDecision():
                 self.engine_decision = event
                 self.decided_at = now
+            case RolloutTrace():
+                pass  # for a receiver of traces
             case _:
                 self._take_machine(event)
 

@@ -25,6 +25,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import authorization, with_token
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai import wire
+from rolloutmq.services.worker.openai.call_trace import traced_call
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
 from rolloutmq.services.worker.openai.stitching import Stitcher
 from rolloutmq.services.worker.openai.wire import Endpoint
@@ -280,7 +281,9 @@ class OpenAIPolicy:
         """Post a request to an engine; return the body, or the reason to retry."""
         if not engine.model and (why := await self._find(engine)):
             return why
-        status, body = await self._post(engine.url + path, request(engine.model))
+        with traced_call(engine.url, path) as call:
+            status, body = await self._post(engine.url + path, request(engine.model))
+            call.status = status
         if status == 200:
             return body
         if status == 404 and path in {wire.TOKENIZE, wire.DETOKENIZE} and not wire.lacks_model(body):

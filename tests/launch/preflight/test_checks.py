@@ -240,6 +240,41 @@ def test_a_port_in_use_names_its_owner(tmp_path: Path) -> None:
     assert f"process {os.getpid()}" in str(caught.value)
 
 
+def test_a_metrics_port_in_use_names_its_key_and_owner(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(AddressInUseError) as caught:
+            check(config(tmp_path, telemetry={"metrics_port": port}))
+    assert f"address 127.0.0.1:{port} (telemetry.metrics_port) is in use by process {os.getpid()}" in str(
+        caught.value
+    )
+    check(config(tmp_path, telemetry={"metrics_port": port}))
+    with pytest.raises(ConfigError, match=r"telemetry\.metrics_host: cannot bind 192\.0\.2\.7:1"):
+        check(config(tmp_path, telemetry={"metrics_host": "192.0.2.7", "metrics_port": 1, "insecure": True}))
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "package", "extra"),
+    [
+        ({"sinks": ["wandb"]}, "wandb", "wandb"),
+        ({"sinks": ["tensorboard"]}, "tensorboard", "tensorboard"),
+        ({"sinks": ["mlflow"]}, "mlflow", "mlflow"),
+        ({"trace_ratio": 0.5}, "opentelemetry", "otel"),
+    ],
+)
+def test_an_export_without_its_package_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, telemetry: dict[str, Any], package: str, extra: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name.startswith(package) else found(name)
+    )
+    with pytest.raises(
+        MissingError, match=rf"package {package} is missing: .*pip install 'rolloutmq\[{extra}\]'"
+    ):
+        check(config(tmp_path, telemetry=telemetry))
+
+
 def test_adapters_need_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))

@@ -15,6 +15,7 @@ from rolloutmq.services.gateway.pages import metrics
 from rolloutmq.services.monitor.liveness import RunLiveness
 from rolloutmq.services.monitor.report.summary import summarise
 from rolloutmq.services.monitor.status.worker_view import WorkerRow
+from rolloutmq.services.telemetry.export.prometheus.catalogue import CATALOGUE
 
 PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "metrics.md").read_text()
 
@@ -52,3 +53,12 @@ def test_every_kind_of_event_and_every_field_of_a_step_is_on_the_page() -> None:
         assert f"| `{event.__struct_config__.tag}` |" in section
     names = [field.name for field in msgspec.structs.fields(StepDone)]
     assert [name for name in names if f"`{name}`" not in section] == []
+
+
+def test_every_metric_of_a_run_is_on_the_page_with_its_type_and_labels() -> None:
+    section = PAGE.partition("\n## Prometheus metrics of a run")[2].partition("\n## ")[0]
+    rows = set(re.findall(r"^\| `rolloutmq_.*$", section, re.MULTILINE))
+    assert rows == {
+        f"| `{spec.name}` | {spec.kind} | {', '.join(f'`{label}`' for label in spec.labels)} | {spec.says} |"
+        for spec in CATALOGUE.values()
+    }

@@ -128,6 +128,12 @@ class JournalHistory:
         self._torn = ""
 
 
+def commit_of(record: Record) -> tuple[int, Commit]:
+    """Return the number and the events of a record of an event log; MsgspecError if it cannot be decoded."""
+    at, number = _RECORD_META.decode(record.meta)
+    return number, Commit(at, decode_events(b"".join(record.frames)))
+
+
 class _Reading:
     """One log while it is read."""
 
@@ -165,15 +171,14 @@ class _Reading:
                 self._note(found)
                 continue
             try:
-                at, number = _RECORD_META.decode(found.meta)
-                events = decode_events(b"".join(found.frames))
+                number, commit = commit_of(found)
             except msgspec.MsgspecError as error:
                 self._damage.append(f"{self._name}: the record at {found.offset} cannot be decoded: {error}")
                 continue
             if number != self._expected:
                 self._damage.append(f"{self._name}: records {self._expected} to {number - 1} are missing")
             self._expected = number + 1
-            yield found.kind, Commit(at, events)
+            yield found.kind, commit
 
     def _note(self, found: Damage) -> None:
         what = f"{self._name}: {found.nbytes} bytes at {found.offset} are damaged"

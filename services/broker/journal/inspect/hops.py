@@ -58,7 +58,7 @@ class Slowest(NamedTuple):
     group_id: str
 
 
-class _Group(NamedTuple):
+class FollowedGroup(NamedTuple):
     """An accepted group that may still be handed out."""
 
     env: str
@@ -100,7 +100,7 @@ class HopFollower:
     """Follows the groups of a run, event by event. It remembers a group until a checkpoint covers it."""
 
     def __init__(self) -> None:
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, FollowedGroup] = {}
         self._handed_at: dict[int, float] = {}
         self._new: set[int] = set()
         """Groups that were never handed out."""
@@ -152,8 +152,8 @@ class HopFollower:
             self._add(group, Hop.ROLLOUT, header.finished_at - header.started_at)
             self._add(group, Hop.SEND, accepted.at - header.finished_at)
 
-    def _know(self, accepted: Accepted, *, new: bool) -> _Group:
-        group = _Group(accepted.env, accepted.split, accepted.header.group_id, accepted.at)
+    def _know(self, accepted: Accepted, *, new: bool) -> FollowedGroup:
+        group = FollowedGroup(accepted.env, accepted.split, accepted.header.group_id, accepted.at)
         if accepted.order not in self._groups:
             self._groups[accepted.order] = group
             if new:
@@ -270,7 +270,7 @@ class HopFollower:
             self._handed_at.pop(order, None)
             self._new.discard(order)
 
-    def _add(self, group: _Group, hop: Hop, seconds: float) -> None:
+    def _add(self, group: FollowedGroup, hop: Hop, seconds: float) -> None:
         """Count a duration. The clock of a producer may say anything: what no histogram has a bucket for is bounded."""
         if not isfinite(seconds):
             return

@@ -1,0 +1,1 @@
+"""Export of what telemetry hears to the tools of the field: Prometheus, OpenTelemetry, and experiment trackers."""

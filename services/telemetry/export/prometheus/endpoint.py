@@ -1,0 +1,164 @@
+"""The endpoint: `GET /metrics` in the loop of telemetry.
+
+It is outside of the run's way: an endpoint that cannot listen is logged and tried again, and telemetry records on.
+However many clients ask, a page is made at most once in `PAGE_S`. A client that reads slowly holds one connection of
+`CONNECTIONS`, and no other.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Final
+
+from aiohttp import web
+from prometheus_client.exposition import choose_encoder
+
+from rolloutmq.bus.transport.bindings import http_url
+from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
+from rolloutmq.services.http_server.access import HttpAccess, access_of, split_token
+from rolloutmq.services.http_server.sockets import bound_socket
+from rolloutmq.services.process.runner import Stop
+from rolloutmq.services.telemetry.export.prometheus.families import Families
+
+logger = logging.getLogger(__name__)
+
+PATH: Final = "/metrics"
+PAGE_S: Final = 0.5
+"""Age up to which a page is sent again."""
+CONNECTIONS: Final = 32
+"""Requests that are answered at a time; further ones are told to come again."""
+KEEP_ALIVE_S: Final = 75.0
+SEND_S: Final = 30.0
+"""Longest time of a client for one answer."""
+RETRY_S: Final = 5.0
+"""Time between two tries to listen."""
+BACKLOG: Final = 128
+_OPEN_METRICS: Final = "application/openmetrics-text"
+
+Collect = Callable[[], Families]
+"""Returns the samples of a page of now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One answer.
+
+    Attributes:
+        kind: Its content type.
+        body: Its text.
+    """
+
+    kind: str
+    body: bytes
+
+
+class Pages:
+    """Pages in OpenMetrics and in the text format 0.0.4, each made at most once in `page_s`."""
+
+    def __init__(self, collect: Collect, page_s: float = PAGE_S) -> None:
+        self._collect = collect
+        self._page_s = page_s
+        self._made: dict[str, tuple[float, Page]] = {}
+
+    def page(self, accept: str, now: float) -> Page:
+        """Return a page in the format that a request accepts, at a monotonic time."""
+        wanted = f"{_OPEN_METRICS};version=1.0.0" if _OPEN_METRICS in accept else ""
+        made = self._made.get(wanted)
+        if made is None or now - made[0] >= self._page_s:
+            encode, kind = choose_encoder(wanted)
+            made = self._made[wanted] = now, Page(kind, encode(self._collect()))
+        return made[1]
+
+
+class Endpoint:
+    """Answers requests.
+
+    Args:
+        pages: What it answers.
+        access: Who may ask.
+        send_s: Longest time of a client for one answer.
+    """
+
+    def __init__(self, pages: Pages, access: HttpAccess, send_s: float = SEND_S) -> None:
+        self._pages = pages
+        self._access = access
+        self._send_s = send_s
+        self._in_hand = 0
+
+    def application(self) -> web.Application:
+        """Return the application; one route dispatches all paths, so that each is checked for access."""
+        made = web.Application()
+        made.router.add_route("*", "/{path:.*}", self._answer)
+        return made
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        token, path = split_token(request.path)
+        denied = self._access.refusal(lambda name: request.headers.get(name, ""), token)
+        if denied is not None:
+            return web.Response(status=denied.status, text=f"{denied.reason}\n", headers=dict(denied.headers))
+        if path != PATH:
+            return web.Response(status=404, text=f"{path[:80]}: no such path; GET {PATH} has the metrics\n")
+        if request.method not in {"GET", "HEAD"}:
+            refused = f"method {request.method[:20]} not allowed; use GET\n"
+            return web.Response(status=405, text=refused, headers={"Allow": "GET, HEAD"})
+        if self._in_hand >= CONNECTIONS:
+            return web.Response(status=503, text="too many requests\n", headers={"Retry-After": "1"})
+        self._in_hand += 1
+        try:
+            return await self._send(request)
+        finally:
+            self._in_hand -= 1
+
+    async def _send(self, request: web.Request) -> web.StreamResponse:
+        now = asyncio.get_running_loop().time()
+        page = self._pages.page(request.headers.get("accept", ""), now)
+        response = web.Response(body=page.body, headers={"Content-Type": page.kind})
+        try:
+            async with asyncio.timeout(self._send_s):
+                await response.prepare(request)
+                await response.write_eof()
+        except (TimeoutError, ConnectionError):  # it reads too slowly, or has gone
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+
+async def serve_metrics(run: RunConfig, collect: Collect, stop: Stop, retry_s: float = RETRY_S) -> None:
+    """Serve the metrics of a run until `stop`. Raises nothing: what prevents it is logged, once for each reason."""
+    config, why = run.telemetry, ""
+    while not stop.event.is_set():
+        try:
+            access = access_of(run, config.metrics_host)
+            async with _listening(Endpoint(Pages(collect), access).application(), config) as url:
+                logger.info("metrics listening url=%s%s", url, PATH)
+                why = ""
+                await stop.wait()
+        except Exception as error:  # noqa: BLE001 - the border of the endpoint: telemetry goes on without it
+            if why != (why := str(error)):
+                address = f"{config.metrics_host}:{config.metrics_port}"
+                logger.error(
+                    "metrics endpoint not listening address=%s error=%s; telemetry.metrics_port chooses another",
+                    address,
+                    error,
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.event.wait(), retry_s)
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, config: TelemetryConfig) -> AsyncIterator[str]:
+    """Listen for the duration of the block; yield the URL. OSError if the address cannot be bound."""
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=KEEP_ALIVE_S)
+    await runner.setup()
+    try:
+        bound = bound_socket(config.metrics_host, config.metrics_port)
+        try:
+            await web.SockSite(runner, bound, backlog=BACKLOG).start()
+        except OSError:
+            bound.close()
+            raise
+        yield http_url(config.metrics_host, int(runner.addresses[0][1]))
+    finally:
+        await runner.cleanup()

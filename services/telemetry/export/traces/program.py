@@ -1,0 +1,170 @@
+"""The process of the traces: `python -P -m rolloutmq.services.telemetry.export.traces.program RUN_DIR`.
+
+It follows the journal and the calls that workers tell, and sends each sampled group once it is over. It ends with its
+input. Groups that ended before it began are those of an earlier life, and are not sent again. At durability `memory`
+there is no journal, and so no trace.
+"""
+
+import logging
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.encoding import codec, topics
+from rolloutmq.bus.lifecycle import set_up_logging
+from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.pubsub import BlockingSubscriber
+from rolloutmq.schemas.errors import RolloutMQError, WireError
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.tracing import RolloutTrace
+from rolloutmq.services.broker.journal.inspect.event_tail import EventTail
+from rolloutmq.services.broker.journal.inspect.group_traces import OPEN_LIMIT, GroupTrace, TraceFollower
+from rolloutmq.services.telemetry.export.sinks.protocol import Told, line_of
+from rolloutmq.services.telemetry.export.traces.spans import Span, spans_of
+
+logger = logging.getLogger(__name__)
+
+POLL_S: Final = 1.0
+"""Time between two looks at the journal."""
+
+Send = Callable[[list[Span]], bool]
+
+
+class Calls:
+    """Calls of the rollouts under way, by group; the oldest are forgotten for further ones."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._subscriber: BlockingSubscriber | None = None
+        self._address = ""
+        self._known: dict[str, RolloutTrace] = {}
+
+    def hear(self) -> None:
+        """Take what has arrived; never waits."""
+        endpoints = endpoints_of(self._layout)
+        if endpoints is not None and endpoints.events != self._address:
+            self.close()
+            self._address = endpoints.events
+            self._subscriber = BlockingSubscriber(endpoints.events, [topics.telemetry("trace", "")])
+            self._subscriber.__enter__()
+        while self._subscriber is not None and (known := self._subscriber.poll(0.0)) is not None:
+            try:
+                event = codec.decode_event(known[1])
+            except WireError:
+                continue
+            if isinstance(event, RolloutTrace):
+                if len(self._known) >= OPEN_LIMIT:
+                    del self._known[next(iter(self._known))]
+                self._known[event.group_id] = event
+
+    def of(self, group_id: str) -> RolloutTrace | None:
+        """Return the calls of a group, and forget them."""
+        return self._known.pop(group_id, None)
+
+    def close(self) -> None:
+        """End the subscription."""
+        if self._subscriber is not None:
+            self._subscriber.__exit__(None, None, None)
+            self._subscriber = None
+
+
+class Traces:
+    """Follows the groups of one run.
+
+    Args:
+        layout: The run directory.
+        run: Name of the run.
+        ratio: Part of the groups that is traced.
+        since: Wall clock; groups that were over before are not sent.
+    """
+
+    def __init__(self, layout: RunLayout, run: str, ratio: float, since: float) -> None:
+        self._run = run
+        self._ratio = ratio
+        self._since = since
+        self._tail = EventTail(layout.journal)
+        self._gaps = 0
+        self._follower = TraceFollower(ratio)
+        self._calls = Calls(layout)
+
+    def look(self) -> list[list[Span]]:
+        """Return the spans of each group that is over since the last look."""
+        self._calls.hear()
+        over: list[GroupTrace] = []
+        for at, event in self._tail.new():
+            if self._tail.gaps != self._gaps:
+                self._gaps = self._tail.gaps
+                self._follower = TraceFollower(self._ratio)
+            self._follower.apply(at, event)
+            over += self._follower.over()
+        return [*self._new(over)]
+
+    def close(self) -> None:
+        """End the subscription."""
+        self._calls.close()
+
+    def _new(self, over: Iterable[GroupTrace]) -> Iterable[list[Span]]:
+        for trace in over:
+            spans = spans_of(trace, self._run, self._calls.of(trace.header.group_id))
+            if spans and spans[0].ended_at >= self._since:
+                yield spans
+
+
+def serve(traces: Traces, send: Send, tell: Callable[[Told], None], ended: Callable[[float], bool]) -> None:
+    """Send traces until `ended`, which waits for so many seconds."""
+    over, started = False, False
+    while True:
+        try:
+            found = traces.look()
+            if not started:
+                logger.info("traces started")
+            started = True
+        except (RolloutMQError, OSError) as error:
+            logger.warning("journal not read error=%s", error)
+            found = []
+        taken = True
+        for spans in found:
+            # A receiver that is away costs one time-out a look.
+            taken = taken and send(spans)
+            tell(Told("" if taken else "the receiver of traces does not take them"))
+        if over:
+            return
+        over = ended(POLL_S)
+
+
+def main(run_dir: Path) -> int:
+    """Follow one run; return the exit code."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    told = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    set_up_logging()
+    from rolloutmq.services.telemetry.export.traces.exporter import SpanExporter
+
+    config, layout = load_run(run_dir)
+    exporter = SpanExporter(config.telemetry.otlp_url, config.run.name)
+    traces = Traces(layout, config.run.name, config.telemetry.trace_ratio, time.time())
+
+    def tell(outcome: Told) -> None:
+        told.write(line_of(outcome))
+        told.flush()
+
+    def ended(wait_s: float) -> bool:
+        return bool(select.select([sys.stdin.buffer], [], [], wait_s)[0])
+
+    try:
+        serve(traces, exporter.send, tell, ended)
+    finally:
+        traces.close()
+        exporter.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(Path(sys.argv[1])))
