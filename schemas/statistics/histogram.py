@@ -103,18 +103,21 @@ class HistogramBuilder:
         self._counts = np.zeros(BUCKETS, np.int64)
         self._total_s = 0.0
 
-    def add(self, durations_s: ArrayLike) -> Self:
+    def add(self, durations_s: ArrayLike, times: ArrayLike | None = None) -> Self:
         """Count durations.
 
         Args:
             durations_s: One or several, in seconds, in any shape. One that is negative counts as 0, since the wall
                 clock may have been set, and one above `LONGEST_S` as that, which bounds the sum. One that is infinite
                 or not a number is left out.
+            times: How often each of them counts, once by default.
         """
         values = np.atleast_1d(np.asarray(durations_s, np.float64)).ravel()
-        values = np.clip(values[np.isfinite(values)], 0.0, LONGEST_S)
-        self._counts += np.bincount(_buckets_of(values), minlength=BUCKETS)
-        self._total_s += float(values.sum())
+        finite = np.isfinite(values)
+        weights = None if times is None else np.asarray(times, np.float64).ravel()[finite]
+        values = np.clip(values[finite], 0.0, LONGEST_S)
+        self._counts += np.bincount(_buckets_of(values), weights, minlength=BUCKETS).astype(np.int64)
+        self._total_s += float(values.sum() if weights is None else values @ weights)
         return self
 
     def histogram(self) -> Histogram:
