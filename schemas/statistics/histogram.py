@@ -120,6 +120,12 @@ class HistogramBuilder:
         self._total_s += float(values.sum() if weights is None else values @ weights)
         return self
 
+    def merge(self, one: Histogram) -> Self:
+        """Count what another histogram counts; thousands of them cost less than `Histogram.merged` for each."""
+        self._counts[one.first : one.first + len(one.counts)] += np.array(one.counts, np.int64)
+        self._total_s += one.total_s
+        return self
+
     def histogram(self) -> Histogram:
         """Return what was counted so far."""
         filled = np.flatnonzero(self._counts)

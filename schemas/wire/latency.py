@@ -35,6 +35,11 @@ class Hop(StrEnum):
     HTTP = "http"
     """A request to an HTTP server of the run: gateway or inference."""
 
+    @property
+    def has_status(self) -> bool:
+        """Whether its rows have the class of a status."""
+        return self in {Hop.CALL, Hop.HTTP}
+
 
 class LatencyRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Durations of one hop of one environment, route or engine."""

@@ -30,12 +30,16 @@ from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecor
 
 GATHERED: Final = 256
 """New groups that are counted together: many enough, and still in the cache of the processor."""
+CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
+"""Most producers on other hosts: two of each worker."""
 BROKER: Final = "broker"
 """Name of the broker in its samples."""
 
 
 class Clock(msgspec.Struct, frozen=True):
-    """Clock of a producer on another host: seconds that the broker's is ahead, and the bound of the error."""
+    """Clock of a producer on another host: seconds that the broker's is ahead, NaN if not known, and the bound of the
+    error.
+    """
 
     offset_s: float
     error_s: float
@@ -62,13 +66,18 @@ class GroupHops:
         return bool(self.arrived or self._recorder)
 
     def heard(self, beat: WorkerBeat) -> None:
-        """Note the clock of a worker; one on this host has that of the broker."""
+        """Note the clock of a worker; one on this host has that of the broker.
+
+        Until another host's worker tells its offset, the way of its groups is not known, and not counted.
+        """
         names = beat.worker, answering_producer(beat.worker)
-        if not self._host or beat.host in {"", self._host} or not beat.clock_error_s:
-            for name in names:
-                self._clocks.pop(name, None)
-        elif names[0] in self._clocks or len(self._clocks) < PROCESSES_LIMIT:
-            self._clocks |= dict.fromkeys(names, Clock(beat.clock_offset_s, beat.clock_error_s))
+        for name in names:
+            self._clocks.pop(name, None)
+        if self._host and beat.host not in {"", self._host}:
+            offset_s = beat.clock_offset_s if beat.clock_error_s else nan
+            self._clocks |= dict.fromkeys(names, Clock(offset_s, beat.clock_error_s))
+            while len(self._clocks) > CLOCKS_LIMIT:  # the one that was heard of longest ago
+                del self._clocks[next(iter(self._clocks))]
 
     def gather(self) -> None:
         """Count rollout and way of the new groups; a time of 0 is unknown: the group was built without it."""
