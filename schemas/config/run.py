@@ -110,6 +110,8 @@ class TelemetryConfig(Section):
 
     interval_s: PositiveFloat = 1.0
     """Time between two samples."""
+    latencies: bool = True
+    """Whether processes measure the hops of groups, calls and requests, for `rolloutmq profile` and the live views."""
 
 
 class RunConfig(Section):

@@ -49,7 +49,7 @@ class BrokerState:
     ) -> None:
         broker = config.broker
         self.ram = ram
-        self.hops = GroupHops(host)
+        self.hops = GroupHops(host, enabled=config.telemetry.latencies)
         self.events = EventBuffer(recording=broker.durability is not Durability.MEMORY)
         self.groups = Groups(broker.remembered_groups)
         self.config = config

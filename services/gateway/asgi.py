@@ -81,7 +81,7 @@ class AsgiTarget:
                 await stack.enter_async_context(_broker(layout))
             run, _ = load_run(layout.root)
             sys.setswitchinterval(SWITCH_S)
-            latencies = recorder_of(NAME)
+            latencies = recorder_of(NAME, run.telemetry)
             await stack.enter_async_context(publishing(latencies, layout, run.telemetry.interval_s))
             gateway = await stack.enter_async_context(Gateway.opened(layout, run.gateway))
             allowed, group_bytes = access(run, run.gateway), run.broker.max_group_bytes

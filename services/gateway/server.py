@@ -106,7 +106,7 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
     config = config or run.gateway
     held = os.environ.get(LISTEN_FD)
     bound = socket.socket(fileno=int(held)) if held else bind(config, port_before(layout))
-    latencies = recorder_of(NAME)
+    latencies = recorder_of(NAME, run.telemetry)
     async with (
         publishing(latencies, layout, run.telemetry.interval_s),
         Gateway.opened(layout, config, run.environment) as gateway,

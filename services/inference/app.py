@@ -226,7 +226,7 @@ async def serve_http(
         AddressInUseError: Another process uses the configured port.
     """
     config, address = run.inference, layout.engine(name)
-    latencies = recorder_of(name)
+    latencies = recorder_of(name, run.telemetry)
     wanted = config.port if name == FIRST else 0
     app = front.app(access_of(run, config.host), latencies)
     async with (

@@ -18,6 +18,7 @@ from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.schemas.config.run import TelemetryConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.process.latency_recorder import LatencyRecorder
 
@@ -37,9 +38,9 @@ def own_gpus() -> tuple[str, ...]:
     return named if all(part.startswith("GPU-") for part in named) else ()
 
 
-def recorder_of(name: str) -> LatencyRecorder:
-    """Return the recorder of this process under a name of the run."""
-    return LatencyRecorder(name, time.time(), host=own_host(), gpus=own_gpus())
+def recorder_of(name: str, config: TelemetryConfig) -> LatencyRecorder:
+    """Return the recorder of this process under a name of the run; it records nothing if the configuration says so."""
+    return LatencyRecorder(name, time.time(), host=own_host(), gpus=own_gpus(), enabled=config.latencies)
 
 
 @asynccontextmanager
@@ -47,6 +48,9 @@ async def publishing(
     recorder: LatencyRecorder, layout: RunLayout, interval_s: float
 ) -> AsyncIterator[LatencyRecorder]:
     """Publish the samples of a recorder for the duration of the block, and a last one at its end."""
+    if not recorder.enabled:
+        yield recorder
+        return
     publisher = LatencyPublisher(recorder, layout)
     running = asyncio.create_task(publisher.run(interval_s), name="latencies")
     try:

@@ -6,20 +6,23 @@ their hop without names, so the sums of a hop stay exact. Not safe for threads.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
 from typing import Any, Final, NamedTuple
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from rolloutmq.schemas.statistics.histogram import LONGEST_S, HistogramBuilder
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.latency import ROWS_LIMIT, Hop, LatencyRow, LatencySample
 
 BLOCK: Final = 4096
-"""Durations of a key that wait at most."""
+"""Durations of a row that wait at most."""
 SAMPLE_BYTES: Final = 40 << 10
 """Most JSON of the rows of one message: the broker forwards and the record keeps 64 KiB."""
+ROW_BYTES: Final = 320
+"""Most JSON of a row without its texts and counts."""
+ESCAPED: Final = 6
+"""Most bytes of one character of a text in JSON, and of one bucket's count without its digits."""
 DROPPED_LIMIT: Final = 16 * ROWS_LIMIT
 """Keys beyond the limit that are told apart, to count them."""
 OTHERS: Final = len(Hop) * len(Split)
@@ -37,6 +40,88 @@ class LatencyKey(NamedTuple):
     engine: str = ""
 
 
+class RowRecorder:
+    """Durations of one row since the last sample. Those not finite do not count, and a negative one counts as 0."""
+
+    __slots__ = (
+        "_builder",
+        "_durations_s",
+        "_id_of",
+        "_repeated",
+        "clock_error_s",
+        "slowest_s",
+        "source",
+        "tokens",
+    )
+
+    def __init__(self, id_of: Callable[[Any], str]) -> None:
+        self._id_of = id_of
+        self._durations_s: list[float] = []
+        self._repeated: list[tuple[float, int]] = []
+        self._builder = HistogramBuilder()
+        self.tokens = 0
+        self.clock_error_s = 0.0
+        self.slowest_s = -1.0
+        self.source = ""
+
+    def add(self, seconds: float, tokens: int, source: Any) -> None:
+        """Count one duration; the id of its source names it if it is the longest."""
+        self._durations_s.append(seconds)
+        self.tokens += tokens
+        if seconds > self.slowest_s and isfinite(seconds):
+            self.slowest_s, self.source = seconds, self._id_of(source)
+        if len(self._durations_s) >= BLOCK:
+            self._fold()
+
+    def extend(self, durations_s: Sequence[float], tokens: int, sources: Sequence[Any]) -> None:
+        """Count durations, each with its source."""
+        self._durations_s += durations_s
+        self.tokens += tokens
+        highest = max(durations_s, default=-1.0)
+        if not isfinite(highest):  # a maximum with NaN depends on the order
+            highest = max(filter(isfinite, durations_s), default=-1.0)
+        if highest > self.slowest_s:
+            self.slowest_s, self.source = highest, self._id_of(sources[durations_s.index(highest)])
+        if len(self._durations_s) >= BLOCK:
+            self._fold()
+
+    def repeat(self, seconds: float, times: int, tokens: int, source: Any) -> None:
+        """Count one duration so many times."""
+        self._repeated.append((seconds, times))
+        self.tokens += tokens
+        if seconds > self.slowest_s and isfinite(seconds):
+            self.slowest_s, self.source = seconds, self._id_of(source)
+        if len(self._repeated) >= BLOCK:
+            self._fold()
+
+    def _fold(self) -> None:
+        """Move the durations that wait into the histogram."""
+        if self._durations_s:
+            self._builder.add(np.array(self._durations_s))
+            self._durations_s = []
+        if self._repeated:
+            seconds, times = zip(*self._repeated, strict=True)
+            self._builder.add(np.array(seconds), times)
+            self._repeated = []
+
+    def row(self, key: LatencyKey) -> LatencyRow:
+        """Return what was counted."""
+        self._fold()
+        return LatencyRow(
+            hop=key.hop,
+            durations=self._builder.histogram(),
+            env=key.env[:256],
+            split=key.split,
+            route=key.route[:256],
+            status=key.status,
+            engine=key.engine[:256],
+            tokens=self.tokens,
+            slowest_s=min(max(self.slowest_s, 0.0), LONGEST_S),
+            slowest_id=self.source[:512],
+            clock_error_s=self.clock_error_s,
+        )
+
+
 class LatencyRecorder:
     """Durations of one process since its last sample.
 
@@ -45,7 +130,8 @@ class LatencyRecorder:
         now: Wall-clock seconds, from which the first sample counts; see `begin`.
         host: Name of its host.
         gpus: UUIDs of its GPUs.
-        id_of: Returns the id of a source, for the slowest one of a row. Called once for each block.
+        id_of: Returns the id of a source, for the slowest one of a row.
+        enabled: Whether it records anything.
     """
 
     def __init__(
@@ -56,12 +142,14 @@ class LatencyRecorder:
         host: str = "",
         gpus: tuple[str, ...] = (),
         id_of: Callable[[Any], str] = str,
+        enabled: bool = True,
     ) -> None:
         self._name = name
         self._host = host
         self._gpus = gpus
         self._id_of = id_of
-        self._rows: dict[LatencyKey, _Row] = {}
+        self.enabled = enabled
+        self._rows: dict[LatencyKey, RowRecorder] = {}
         self._dropped: set[LatencyKey] = set()
         self._number = 0
         self._since = now
@@ -75,42 +163,19 @@ class LatencyRecorder:
         self._since = now
 
     def add(self, key: LatencyKey, seconds: float, *, tokens: int = 0, source: Any = "") -> None:
-        """Count one duration. `source` is what `id_of` names; the empty text is nothing."""
-        self.extend(key, (seconds,), (source,), tokens=tokens)
+        """Count one duration."""
+        if self.enabled:
+            self.row(key).add(seconds, tokens, source)
 
-    def extend(
-        self,
-        key: LatencyKey,
-        durations_s: Sequence[float],
-        sources: Sequence[Any],
-        *,
-        tokens: int = 0,
-        clock_error_s: float = 0.0,
-    ) -> None:
-        """Count durations in seconds, each with its source: one negative counts as 0, one not finite not at all."""
-        row = self._rows.get(key) or self._opened(key)
-        row.durations_s += durations_s
-        row.sources += sources
-        row.tokens += tokens
-        if clock_error_s > row.clock_error_s:
-            row.clock_error_s = clock_error_s
-        if len(row.durations_s) >= BLOCK:
-            row.fold(self._id_of)
-
-    def repeat(self, key: LatencyKey, seconds: float, times: int, source: Any, *, tokens: int = 0) -> None:
-        """Count one duration so many times."""
-        row = self._rows.get(key) or self._opened(key)
-        row.repeated.append((seconds, times, source))
-        row.tokens += tokens
-        if len(row.repeated) >= BLOCK:
-            row.fold(self._id_of)
-
-    def _opened(self, key: LatencyKey) -> "_Row":
+    def row(self, key: LatencyKey) -> RowRecorder:
+        """Return the row of a key, which counts until the next sample."""
+        if (row := self._rows.get(key)) is not None:
+            return row
         if len(self._rows) >= ROWS_LIMIT - OTHERS:
             if len(self._dropped) < DROPPED_LIMIT:
                 self._dropped.add(key)
             key = LatencyKey(key.hop, split=key.split)
-        return self._rows.setdefault(key, _Row())
+        return self._rows.setdefault(key, RowRecorder(self._id_of))
 
     def samples(self, now: float) -> list[LatencySample]:
         """Return what was measured since the last call, at wall clock `now`; no sample if that is nothing.
@@ -119,9 +184,7 @@ class LatencyRecorder:
         """
         if not self._rows:
             return []
-        rows = [
-            row for key, one in self._rows.items() if (row := one.told(key, self._id_of)).durations.counts
-        ]
+        rows = [row for key, one in self._rows.items() if (row := one.row(key)).durations.counts]
         dropped, since_s = len(self._dropped), max(0.0, now - self._since)
         self._rows, self._dropped, self._since = {}, set(), now
         found = []
@@ -143,73 +206,12 @@ class LatencyRecorder:
         return found
 
 
-class _Row:
-    """Durations of one key: those that wait, and the histogram of the others."""
-
-    __slots__ = ("_builder", "_slowest", "clock_error_s", "durations_s", "repeated", "sources", "tokens")
-
-    def __init__(self) -> None:
-        self.durations_s: list[float] = []
-        self.sources: list[Any] = []
-        """Of each duration."""
-        self.repeated: list[tuple[float, int, Any]] = []
-        """Durations that count several times, each with one of its sources."""
-        self.tokens = 0
-        self.clock_error_s = 0.0
-        self._builder = HistogramBuilder()
-        self._slowest = -1.0, ""
-
-    def fold(self, id_of: Callable[[Any], str]) -> None:
-        """Move the durations that wait into the histogram."""
-        builder = self._builder
-        if self.durations_s:
-            values = np.array(self.durations_s)
-            builder.add(values)
-            self._note_slowest(values, self.sources, id_of)
-            self.durations_s, self.sources = [], []
-        if self.repeated:
-            seconds, times, sources = zip(*self.repeated, strict=True)
-            values = np.array(seconds)
-            builder.add(values, times)
-            self._note_slowest(values, sources, id_of)
-            self.repeated = []
-
-    def _note_slowest(
-        self, values: NDArray[np.float64], sources: Sequence[Any], id_of: Callable[[Any], str]
-    ) -> None:
-        highest = values.max()
-        if not np.isfinite(highest):
-            values = np.where(np.isfinite(values), values, -1.0)
-            highest = values.max()
-        if highest > self._slowest[0]:
-            source = sources[int(values.argmax())]
-            self._slowest = float(highest), "" if source == "" else id_of(source)
-
-    def told(self, key: LatencyKey, id_of: Callable[[Any], str]) -> LatencyRow:
-        """Return the row."""
-        self.fold(id_of)
-        slowest_s, slowest_id = self._slowest
-        return LatencyRow(
-            hop=key.hop,
-            durations=self._builder.histogram(),
-            env=key.env[:256],
-            split=key.split,
-            route=key.route[:256],
-            status=key.status,
-            engine=key.engine[:256],
-            tokens=self.tokens,
-            slowest_s=min(max(slowest_s, 0.0), LONGEST_S),
-            slowest_id=slowest_id[:512],
-            clock_error_s=self.clock_error_s,
-        )
-
-
 def _parts(rows: Iterable[LatencyRow]) -> Iterable[tuple[LatencyRow, ...]]:
     """Yield the rows in parts that fit one message each."""
     part: list[LatencyRow] = []
     size = 0
     for row in rows:
-        nbytes = len(msgspec.json.encode(row))
+        nbytes = _most_bytes(row)
         if part and size + nbytes > SAMPLE_BYTES:
             yield tuple(part)
             part, size = [], 0
@@ -217,3 +219,10 @@ def _parts(rows: Iterable[LatencyRow]) -> Iterable[tuple[LatencyRow, ...]]:
         size += nbytes
     if part:
         yield tuple(part)
+
+
+def _most_bytes(row: LatencyRow) -> int:
+    """Return a bound of the bytes of a row in JSON."""
+    texts = len(row.env) + len(row.route) + len(row.engine) + len(row.slowest_id)
+    counts = row.durations.counts
+    return ROW_BYTES + ESCAPED * texts + len(counts) * (1 + len(str(max(counts))))

@@ -124,7 +124,7 @@ class Worker:
         self._teacher: TeacherClient | None = None
         self._files = UserFiles.of(self.config.base_dir, [self.section])
         self._failures = RateLimitedLog(TRACEBACK_EVERY_S)
-        self._latencies = recorder_of(worker)
+        self._latencies = recorder_of(worker, self.config.telemetry)
         self._heartbeat = Heartbeat(self.layout, worker, self.beat, self.start_draining)
 
     def start_draining(self, reason: str = "SIGUSR1") -> None:

@@ -26,7 +26,7 @@ from rolloutmq.schemas.wire.control import WorkerBeat
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.latency import Hop, LatencySample
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
-from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder
+from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder, RowRecorder
 
 GATHERED: Final = 256
 """New groups that are counted together: many enough, and still in the cache of the processor."""
@@ -50,15 +50,17 @@ class GroupHops:
 
     Args:
         host: Name of the broker's host; empty if it is not known, and then no clock is corrected.
+        enabled: Whether anything is measured.
     """
 
-    def __init__(self, host: str = "") -> None:
+    def __init__(self, host: str = "", *, enabled: bool = True) -> None:
         self._host = host
-        self._recorder = LatencyRecorder(BROKER, 0.0, host=host, id_of=_id_of)
+        self._enabled = enabled
+        self._recorder = LatencyRecorder(BROKER, 0.0, host=host, id_of=_id_of, enabled=enabled)
         self._has_begun = False
         self.arrived: list[StoredGroup] = []
         """New groups, appended as they are accepted; `gather` counts them."""
-        self._keys: dict[tuple[Hop, str, Split], LatencyKey] = {}
+        self._rows: dict[tuple[Hop, str, Split], RowRecorder] = {}
         self._clocks: dict[str, Clock] = {}
 
     def __bool__(self) -> bool:
@@ -81,25 +83,34 @@ class GroupHops:
 
     def gather(self) -> None:
         """Count rollout and way of the new groups; a time of 0 is unknown: the group was built without it."""
-        accepted, self.arrived = self.arrived, []
-        for groups in _by_lane(accepted):
+        arrived, self.arrived = self.arrived, []
+        if not self._enabled:
+            return
+        for groups in _by_lane(arrived):
             headers = [group.header for group in groups]
             tokens = sum([header.tokens for header in headers])
             rolled_s = [one.finished_at - (one.started_at or nan) for one in headers]
-            self._extend(Hop.ROLLOUT, groups, rolled_s, tokens)
+            self._row(Hop.ROLLOUT, groups[0]).extend(rolled_s, tokens, groups)
             if self._clocks:
                 groups = self._count_sent_from_elsewhere(groups)
-                tokens = sum([group.header.tokens for group in groups])
+                tokens = _tokens(groups)
+                if not groups:
+                    continue
             sent_s = [one.accepted_wall - (one.header.finished_at or nan) for one in groups]
-            self._extend(Hop.SEND, groups, sent_s, tokens)
+            self._row(Hop.SEND, groups[0]).extend(sent_s, tokens, groups)
 
     def handed_out(self, groups: Sequence[StoredGroup], wall: float) -> None:
         """Count the time in the queue of groups that are handed out; one that was delivered before does not count."""
+        if not self._enabled:
+            return
         waited_s = [wall - group.accepted_wall for group in groups if group.deliveries == 1]
         if len(waited_s) < len(groups):
             groups = [group for group in groups if group.deliveries == 1]
-        for of_groups, of_waited_s in _by_env(groups, waited_s):
-            self._extend(Hop.QUEUE, of_groups, of_waited_s)
+        if len({group.env for group in groups}) == 1:
+            self._row(Hop.QUEUE, groups[0]).extend(waited_s, _tokens(groups), groups)
+            return
+        for group, seconds in zip(groups, waited_s, strict=True):
+            self._row(Hop.QUEUE, group).add(seconds, group.header.tokens, group)
 
     def settled(self, groups: Sequence[StoredGroup], seconds: float) -> None:
         """Count the time with the trainer of groups that were handed out together; NaN if it is not known."""
@@ -116,7 +127,7 @@ class GroupHops:
             self._recorder.begin(wall)
             return []
         self.gather()
-        self._keys.clear()
+        self._rows.clear()
         return self._recorder.samples(wall)
 
     def _count_sent_from_elsewhere(self, groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
@@ -126,40 +137,29 @@ class GroupHops:
             clock = self._clocks.get(group.producer)
             if clock is None:
                 others.append(group)
-            else:
-                seconds = group.accepted_wall - (group.header.finished_at or nan) - clock.offset_s
-                self._extend(Hop.SEND, [group], [seconds], group.header.tokens, clock.error_s)
+                continue
+            row = self._row(Hop.SEND, group)
+            sent_s = group.accepted_wall - (group.header.finished_at or nan) - clock.offset_s
+            row.add(sent_s, group.header.tokens, group)
+            row.clock_error_s = max(row.clock_error_s, clock.error_s)
         return others
-
-    def _extend(
-        self,
-        hop: Hop,
-        groups: Sequence[StoredGroup],
-        durations_s: Sequence[float],
-        tokens: int | None = None,
-        clock_error_s: float = 0.0,
-    ) -> None:
-        """Count groups of one environment and split."""
-        if groups:
-            tokens = _tokens(groups) if tokens is None else tokens
-            self._recorder.extend(
-                self._key(hop, groups[0]), durations_s, groups, tokens=tokens, clock_error_s=clock_error_s
-            )
 
     def _repeat(self, hop: Hop, groups: Sequence[StoredGroup], seconds: float) -> None:
         """Count groups of one duration."""
-        if isnan(seconds):
+        if not self._enabled or isnan(seconds) or not groups:
             return
-        for of_env, _ in _by_env(groups, ()):
-            key, tokens = self._key(hop, of_env[0]), _tokens(of_env)
-            self._recorder.repeat(key, seconds, len(of_env), of_env[0], tokens=tokens)
+        if len({group.env for group in groups}) == 1:
+            self._row(hop, groups[0]).repeat(seconds, len(groups), _tokens(groups), groups[0])
+            return
+        for group in groups:
+            self._row(hop, group).add(seconds, group.header.tokens, group)
 
-    def _key(self, hop: Hop, group: StoredGroup) -> LatencyKey:
-        """Return the key of a row: kept until the next sample, since making one costs as much as a dozen groups."""
+    def _row(self, hop: Hop, group: StoredGroup) -> RowRecorder:
+        """Return the row of a group, kept until the next sample: to make a key takes a microsecond."""
         name = hop, group.env, group.split
-        if (key := self._keys.get(name)) is None:
-            key = self._keys[name] = LatencyKey(*name)
-        return key
+        if (row := self._rows.get(name)) is None:
+            row = self._rows[name] = self._recorder.row(LatencyKey(*name))
+        return row
 
 
 def _tokens(groups: Sequence[StoredGroup]) -> int:
@@ -168,28 +168,14 @@ def _tokens(groups: Sequence[StoredGroup]) -> int:
 
 def _by_lane(groups: Sequence[StoredGroup]) -> Iterable[Sequence[StoredGroup]]:
     """Yield the groups of each environment and split."""
-    if len({group.env for group in groups}) <= 1 and len({group.split for group in groups}) <= 1:
-        return [groups]
+    if not groups:
+        return ()
+    if len({group.env for group in groups}) == len({group.split for group in groups}) == 1:
+        return (groups,)
     lanes: defaultdict[tuple[str, int], list[StoredGroup]] = defaultdict(list)
     for group in groups:
         lanes[group.env, group.split].append(group)
     return lanes.values()
-
-
-def _by_env(
-    groups: Sequence[StoredGroup], values: Sequence[float]
-) -> Iterable[tuple[Sequence[StoredGroup], Sequence[float]]]:
-    """Yield the groups of one pull, which are of one split, by environment, each with its value if there are any."""
-    envs = {group.env for group in groups}
-    if len(envs) == 1:
-        yield groups, values
-        return
-    found: dict[str, tuple[list[StoredGroup], list[float]]] = {env: ([], []) for env in envs}
-    for group in groups:
-        found[group.env][0].append(group)
-    for group, value in zip(groups, values, strict=False):
-        found[group.env][1].append(value)
-    yield from found.values()
 
 
 def _id_of(group: StoredGroup) -> str:

@@ -183,7 +183,7 @@ async def serve(run_dir: Path, stop: Stop) -> None:
 
 async def _serve(server: TeacherServer, run: RunConfig, layout: RunLayout, stop: Stop) -> None:
     config = run.teacher
-    latencies = recorder_of(Role.TEACHER.value)
+    latencies = recorder_of(Role.TEACHER.value, run.telemetry)
     app = server.app(access_of(run, config.host), latencies)
     async with publishing(latencies, layout, run.telemetry.interval_s), asyncio.TaskGroup() as tasks:
         work = tasks.create_task(server.source.run())

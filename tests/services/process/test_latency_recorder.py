@@ -40,7 +40,7 @@ def test_blocks_count_as_one_by_one() -> None:
     values = [0.001 * (1 + at % 977) for at in range(2 * BLOCK + 3)]
     for at in range(0, len(values), 100):
         part = values[at : at + 100]
-        recorder.extend(ROLLOUT, part, [f"g{at + place}" for place in range(len(part))], tokens=len(part))
+        recorder.row(ROLLOUT).extend(part, len(part), [f"g{at + place}" for place in range(len(part))])
     (row,) = one_of(recorder.samples(1.0)).rows
     assert row.durations.count == row.tokens == len(values)
     assert row.durations.percentile_s(50) == pytest.approx(sorted(values)[len(values) // 2], rel=0.02)
@@ -50,8 +50,8 @@ def test_blocks_count_as_one_by_one() -> None:
 
 def test_one_duration_of_many_counts_for_each() -> None:
     recorder = LatencyRecorder("broker", 0.0)
-    recorder.repeat(ROLLOUT, 3.0, 64, "g1", tokens=640)
-    recorder.repeat(ROLLOUT, 1.0, 32, "g2", tokens=320)
+    recorder.row(ROLLOUT).repeat(3.0, 64, 640, "g1")
+    recorder.row(ROLLOUT).repeat(1.0, 32, 320, "g2")
     recorder.add(ROLLOUT, 2.0, source="g3", tokens=10)
     (row,) = one_of(recorder.samples(1.0)).rows
     assert (row.durations.count, row.tokens, row.slowest_id) == (97, 970, "g1")
@@ -60,7 +60,7 @@ def test_one_duration_of_many_counts_for_each() -> None:
 
 def test_what_is_no_duration_is_left_out_and_a_negative_one_is_0() -> None:
     recorder = LatencyRecorder("broker", 0.0)
-    recorder.extend(ROLLOUT, [math.nan, 1.0, math.inf, -5.0], ["a", "b", "c", "d"])
+    recorder.row(ROLLOUT).extend([math.nan, 1.0, math.inf, -5.0], 0, ["a", "b", "c", "d"])
     (row,) = one_of(recorder.samples(1.0)).rows
     assert row.durations.count == 2
     assert (row.slowest_s, row.slowest_id) == (1.0, "b")
@@ -87,7 +87,7 @@ def test_a_message_fits_the_broker_and_the_record() -> None:
     recorder = LatencyRecorder("broker", 0.0)
     for number in range(100):
         key = LatencyKey(Hop.HTTP, route="é" * 300 + str(number), status="2xx")
-        recorder.extend(key, [0.0001 * 1.5**power for power in range(40)], [""] * 40)
+        recorder.row(key).extend([0.0001 * 1.5**power for power in range(40)], 0, [""] * 40)
     samples = recorder.samples(4.0)
     assert len(samples) > 1
     assert [sample.number for sample in samples] == [*range(1, len(samples) + 1)]
@@ -98,8 +98,7 @@ def test_a_message_fits_the_broker_and_the_record() -> None:
     assert all(len(row.route) <= 256 for row in rows)  # as the wire has it
 
 
-def test_an_error_of_the_clocks_is_the_largest_of_the_row() -> None:
-    recorder = LatencyRecorder("broker", 0.0)
-    for error_s in (0.001, 0.003, 0.002):
-        recorder.extend(ROLLOUT, [1.0], ["g"], clock_error_s=error_s)
-    assert one_of(recorder.samples(1.0)).rows[0].clock_error_s == 0.003
+def test_a_recorder_that_is_off_has_nothing() -> None:
+    recorder = LatencyRecorder("w-0", 0.0, enabled=False)
+    recorder.add(ROLLOUT, 1.0, tokens=3, source="g")
+    assert recorder.samples(1.0) == []
