@@ -29,7 +29,7 @@ from benchmarks.harness import results
 from benchmarks.harness.row import Row
 from benchmarks.queues import atropos, gateway, skyrl, transferqueue
 from benchmarks.rewards import sampling
-from benchmarks.sdk import user_path
+from benchmarks.sdk import profiler, user_path
 from benchmarks.training import distillation, lending, scoring, trl, weights
 
 
@@ -57,6 +57,7 @@ PARTS: Final = {
     "one-way": Part(one_way.rows),
     "lending": Part(lending.rows, lending.missing),
     "user-path": Part(user_path.rows),
+    "profiler": Part(profiler.rows),
     "memory": Part(memory.rows),
     "producers": Part(producers.rows),
     "environments": Part(environments.rows),

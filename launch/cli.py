@@ -15,6 +15,7 @@ import typer
 from rolloutmq.launch.declarations import completion
 from rolloutmq.launch.declarations.options import (
     Json,
+    ProfileBy,
     ReadArgument,
     ReadOption,
     RunArgument,
@@ -434,11 +435,23 @@ def report(
 
 
 @app.command(rich_help_panel=INSPECT)
-def profile(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json = False) -> None:
+def profile(
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    by: Annotated[
+        ProfileBy | None,
+        typer.Option(help="Show percentiles and rates of each such part instead.", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show where the time of a run goes, what to change, and how long each hop of its groups took."""
-    from rolloutmq.launch.commands.records.profile import profile
+    from rolloutmq.launch.commands.records.profile import latencies, profile
+    from rolloutmq.services.monitor.profile.latencies import By
 
-    raise typer.Exit(profile(to_read(run, run_dir), as_json=as_json))
+    found = to_read(run, run_dir)
+    if by is None or by is ProfileBy.ENV:
+        raise typer.Exit(profile(found, as_json=as_json))
+    raise typer.Exit(latencies(found, By(by.value), as_json=as_json))
 
 
 @app.command(rich_help_panel=INSPECT)

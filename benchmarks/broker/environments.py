@@ -119,13 +119,14 @@ class _Peer:
 class LoadedCore:
     """A core with its peers, and a clock of its own."""
 
-    def __init__(self, environments: int, queued: int) -> None:
+    def __init__(self, environments: int, queued: int, *, latencies: bool = True) -> None:
         names = [f"e{number}" for number in range(environments)]
         ageless = {"entry": "bench.py:Bench", "stale": "pass", "group_size": SEQUENCES}
         config = {
             "broker": {"durability": "memory", "retain_bytes": 1},
             "trainer": {"batch_sequences": BATCH_GROUPS * SEQUENCES},
             "environment": dict.fromkeys(names, ageless),
+            "telemetry": {"latencies": latencies},
         }
         self._core = BrokerCore(RunConfig.model_validate(config), epoch=1)
         self._now = 100.0

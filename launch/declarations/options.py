@@ -8,6 +8,7 @@ run takes the only active one.
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from enum import StrEnum
 from io import StringIO
 from json import dumps
 from pathlib import Path
@@ -33,6 +34,17 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Worker = Annotated[
     str, typer.Argument(help="Worker name, for example sort3-0.", autocompletion=completion.workers)
 ]
+
+
+class ProfileBy(StrEnum):
+    """Parts of a run by which `profile` sums; as `services.monitor.profile.latencies.By`, which imports numpy."""
+
+    ENV = "env"
+    WORKER = "worker"
+    HOST = "host"
+    ENGINE = "engine"
+    GPU = "gpu"
+    ROUTE = "route"
 
 
 def named(argument: Path | None, option: Path | None) -> Path | None:

@@ -111,6 +111,8 @@ class TelemetryConfig(Section):
 
     interval_s: PositiveFloat = 1.0
     """Time between two samples."""
+    latencies: bool = True
+    """Whether processes measure the hops of groups, calls and requests, for `rolloutmq profile` and the live views."""
     metrics_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of `/metrics` for Prometheus, with all metrics of the run. 0: none, since two runs on a machine would need
     two ports."""

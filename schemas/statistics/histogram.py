@@ -103,18 +103,29 @@ class HistogramBuilder:
         self._counts = np.zeros(BUCKETS, np.int64)
         self._total_s = 0.0
 
-    def add(self, durations_s: ArrayLike) -> Self:
+    def add(self, durations_s: ArrayLike, times: ArrayLike | None = None) -> Self:
         """Count durations.
 
         Args:
             durations_s: One or several, in seconds, in any shape. One that is negative counts as 0, since the wall
                 clock may have been set, and one above `LONGEST_S` as that, which bounds the sum. One that is infinite
                 or not a number is left out.
+            times: How often each of them counts, once by default.
         """
         values = np.atleast_1d(np.asarray(durations_s, np.float64)).ravel()
-        values = np.clip(values[np.isfinite(values)], 0.0, LONGEST_S)
-        self._counts += np.bincount(_buckets_of(values), minlength=BUCKETS)
-        self._total_s += float(values.sum())
+        weights = None if times is None else np.asarray(times, np.float64).ravel()
+        finite = np.isfinite(values)
+        if not finite.all():
+            values, weights = values[finite], None if weights is None else weights[finite]
+        values = np.minimum(np.maximum(values, 0.0), LONGEST_S)
+        self._counts += np.bincount(_buckets_of(values), weights, minlength=BUCKETS).astype(np.int64)
+        self._total_s += float(values.sum() if weights is None else values @ weights)
+        return self
+
+    def merge(self, one: Histogram) -> Self:
+        """Count what another histogram counts; thousands of them cost less than `Histogram.merged` for each."""
+        self._counts[one.first : one.first + len(one.counts)] += np.array(one.counts, np.int64)
+        self._total_s += one.total_s
         return self
 
     def histogram(self) -> Histogram:
@@ -132,8 +143,11 @@ class HistogramBuilder:
 
 
 def _buckets_of(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    logs = np.log(np.clip(values, SHORTEST_S, LONGEST_S))
-    return np.clip(np.ceil(logs * _SCALE).astype(np.int64) - _LEAST, 0, BUCKETS - 1)
+    logs = np.log(np.maximum(values, SHORTEST_S))
+    logs *= _SCALE
+    buckets = np.ceil(logs, out=logs).astype(np.int64)
+    buckets -= _LEAST
+    return np.minimum(np.maximum(buckets, 0, out=buckets), BUCKETS - 1, out=buckets)
 
 
 def _duration_of(bucket: int) -> float:

@@ -50,6 +50,9 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         completion_tokens: Their sampled tokens.
         waits_for: Service other than the broker for which finished rollouts wait, their number and the reason; empty
             if there is none.
+        clock_offset_s: Seconds that the broker's wall clock is ahead of the worker's, by the round trips of earlier
+            heartbeats.
+        clock_error_s: Bound of the error of `clock_offset_s`, half the shortest round trip; 0 before the first one.
     """
 
     worker: Name
@@ -67,12 +70,16 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
     completions: Count = 0
     completion_tokens: Count = 0
     waits_for: Annotated[str, Meta(max_length=1000)] = ""
+    clock_offset_s: Seconds = 0.0
+    clock_error_s: Seconds = 0.0
 
 
 class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=True):
     """Reply to a heartbeat. `draining` tells the worker to drain, even if the published `Drain` was lost."""
 
     draining: bool = False
+    at: Seconds = 0.0
+    """Wall clock of the broker as it answered."""
 
 
 class Drain(Message, tag="drain", frozen=True, kw_only=True):

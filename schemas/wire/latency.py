@@ -1,5 +1,8 @@
 """Latency of the hops of groups and of calls: each process publishes the histograms of what it measured since its last
 sample. Histograms of all processes have the same buckets, so their sums are exact.
+
+The broker tells the hops of all groups, by environment and split. A worker tells its own rollouts once more: add up
+those of the broker, or those of the workers, and not both.
 """
 
 from enum import StrEnum
@@ -11,14 +14,14 @@ from rolloutmq.schemas.statistics.histogram import Histogram
 from rolloutmq.schemas.wire.envelope import Count, Message, Seconds, Split
 
 ROWS_LIMIT = 256
-"""Most rows of a sample; what exceeds it counts in `dropped_rows`."""
+"""Most rows of a sample; more of them share one row of their hop without names, and count in `dropped_rows`."""
 
 
 class Hop(StrEnum):
     """One part of the way of a group, in the order of the way, or a call."""
 
     ROLLOUT = "rollout"
-    """Begin to end of the rollout, by the clock of its worker."""
+    """Begin to end of the rollout, by the clock of its worker; told by the broker and by the worker."""
     CALL = "call"
     """A call of a worker to an inference server."""
     SEND = "send"
@@ -32,6 +35,11 @@ class Hop(StrEnum):
     HTTP = "http"
     """A request to an HTTP server of the run: gateway or inference."""
 
+    @property
+    def has_status(self) -> bool:
+        """Whether its rows have the class of a status."""
+        return self in {Hop.CALL, Hop.HTTP}
+
 
 class LatencyRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Durations of one hop of one environment, route or engine."""
@@ -43,17 +51,18 @@ class LatencyRow(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, 
     env: Annotated[str, Meta(max_length=256)] = ""
     split: Split = Split.TRAIN
     route: Annotated[str, Meta(max_length=256)] = ""
-    """Of `http`: the route as declared, not the path as sent."""
+    """Of `http`: the route as declared, not the path as sent; `other` for a path without a route. Of `call`: the
+    path."""
     status: Annotated[str, Meta(max_length=3)] = ""
-    """Of `http` and `call`: class of the status, such as `2xx`; empty if no answer came."""
+    """Of `http` and `call`: class of the status, such as `2xx`; empty if no answer came or the client left."""
     engine: Annotated[str, Meta(max_length=256)] = ""
     """Of `call`: name of the inference server."""
     tokens: Count = 0
     """Tokens of the groups, or tokens that the calls sampled."""
     slowest_s: Seconds = 0.0
-    """Duration of the slowest group."""
+    """Longest duration."""
     slowest_id: Annotated[str, Meta(max_length=512)] = ""
-    """Id of the slowest group, for `rolloutmq explain`."""
+    """Id of the group with the longest duration, for `rolloutmq explain`; empty for a call or a request."""
     clock_error_s: Seconds = 0.0
     """Bound of the error between the two clocks of the hop; 0 on one host."""
 
@@ -62,15 +71,16 @@ class LatencySample(Message, tag="latency_sample", frozen=True, kw_only=True):
     """What one process measured; published on `telemetry.latency.NAME`."""
 
     name: str
-    """Process, as in `process_sample`: `broker`, a worker, an engine, `gateway`."""
+    """Process, as in `process_sample`: `broker`, a worker, an engine, `teacher`, `gateway`."""
     number: Count
     at: Seconds
     since_s: Seconds
-    """Seconds covered: since the sample before."""
+    """Seconds covered: since the sample before. 0 for a further part of the same sample, whose rows are too large for
+    one message."""
     host: str = ""
     gpus: tuple[str, ...] = ()
     """UUIDs of the GPUs of the process."""
     rows: Annotated[tuple[LatencyRow, ...], Meta(max_length=ROWS_LIMIT)] = ()
     """A hop of an environment, route or engine each."""
     dropped_rows: Count = 0
-    """Rows beyond the limit."""
+    """Environments, routes and engines beyond the limit that have no row of their own."""

@@ -25,6 +25,7 @@ from rolloutmq.services.broker.flow.sessions import ProducerSessions
 from rolloutmq.services.broker.journal.event_buffer import EventBuffer
 from rolloutmq.services.broker.journal.stored_group import BodyMemory, Frames, StoredGroup
 from rolloutmq.services.broker.state.gpu_orders import GpuOrders
+from rolloutmq.services.broker.state.group_hops import GroupHops
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.ledger import Ledger
 from rolloutmq.services.broker.state.queues import Lane, Lanes
@@ -44,9 +45,11 @@ class BrokerState:
         endpoints: Endpoints | None,
         ram: BodyMemory | None,
         open_arena: OpenArena | None = None,
+        host: str = "",
     ) -> None:
         broker = config.broker
         self.ram = ram
+        self.hops = GroupHops(host, enabled=config.telemetry.latencies)
         self.events = EventBuffer(recording=broker.durability is not Durability.MEMORY)
         self.groups = Groups(broker.remembered_groups)
         self.config = config

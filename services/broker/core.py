@@ -70,6 +70,7 @@ from rolloutmq.services.broker.requests.status import StatusReporter
 from rolloutmq.services.broker.requests.tasks import TaskRequests
 from rolloutmq.services.broker.snapshots.restore import BodySource, restore
 from rolloutmq.services.broker.snapshots.snapshot import snapshot
+from rolloutmq.services.broker.state.group_hops import GATHERED
 
 GRANT_S: Final = 0.05
 """How often credits are granted to waiting producers. Room freed by a settle is granted at once."""
@@ -90,6 +91,7 @@ class BrokerCore:
         endpoints: Addresses reported to clients.
         ram: Budget of the group bodies in memory; None if there is no journal to read them back from.
         open_arena: Opens the arenas of producers on this host; None disables shared memory.
+        host: Name of this host.
 
     Attributes:
         shutdown: A client asked the broker to save its state and end.
@@ -103,11 +105,13 @@ class BrokerCore:
         endpoints: Endpoints | None = None,
         ram: BodyMemory | None = None,
         open_arena: OpenArena | None = None,
+        host: str = "",
     ) -> None:
         self.shutdown = False
+        self._latency_s = config.telemetry.interval_s
         self._pressure_s = config.broker.pressure_interval_s
         self._ack_s = config.broker.ack_interval_s
-        self._state = BrokerState(config, epoch, endpoints, ram, open_arena)
+        self._state = BrokerState(config, epoch, endpoints, ram, open_arena, host)
         self._producers = ProducerRequests(self._state)
         self._consumers = ConsumerRequests(self._state)
         self._admin = AdminRequests(self._state, self._producers, self._consumers)
@@ -118,7 +122,7 @@ class BrokerCore:
         self._producers.on_left = self._tasks.left
         self._handlers = self._request_handlers()
         self._pressure: Publish | None = None
-        self._pressure_due = self._grant_due = self._sweep_due = 0.0
+        self._pressure_due = self._grant_due = self._sweep_due = self._latency_due = 0.0
 
     def _request_handlers(self) -> "dict[type, Callable[[Any, float, float], Reply]]":
         """Return the handler of each request with an immediate reply."""
@@ -132,12 +136,12 @@ class BrokerCore:
             RegisterConsumer: consumers.register,
             Settle: consumers.settle,
             SettleGroups: consumers.settle_groups,
-            Commit: lambda r, now, _: consumers.commit(r, now),
+            Commit: consumers.commit,
             Release: consumers.release,
             ConsumerBeat: lambda r, now, _: consumers.beat(r, now),
             LogFigures: lambda r, now, _: consumers.settlements.log(r, now),
             GetInfo: lambda *_: admin.info(),
-            WorkerBeat: lambda r, now, _: admin.beat(r, now),
+            WorkerBeat: admin.beat,
             Drain: lambda r, *_: admin.drain(r),
             SetWorkers: lambda r, *_: admin.set_workers(r),
             RestartWorker: lambda r, now, _: self._state.restart_orders.take(r, now),
@@ -216,6 +220,11 @@ class BrokerCore:
         state.permits_due = False
         self._publish_acks(now)
         self._publish_pressure(now, wall)
+        if len(state.hops.arrived) >= GATHERED:
+            state.hops.gather()
+        if now >= self._latency_due:
+            self._latency_due = now + self._latency_s
+            self._publish_latencies(wall)
         return state.outbox.take()
 
     def _publish_acks(self, now: float) -> None:
@@ -230,6 +239,15 @@ class BrokerCore:
             self._pressure_due = now + self._pressure_s
             self._pressure = Publish(topics.PRESSURE, self._status.pressure(now, wall))
             self._state.outbox.publish(self._pressure.topic, self._pressure.message)
+
+    def _publish_latencies(self, wall: float) -> None:
+        for sample in self._state.hops.samples(wall):
+            self._state.outbox.publish(topics.telemetry("latency", sample.name), sample)
+
+    def final_samples(self, wall: float) -> list[Action]:
+        """Return what is published at the end of this life: latencies that wait for their sample."""
+        self._publish_latencies(wall)
+        return self._state.outbox.take()
 
     def next_deadline(self, now: float) -> float:
         """Return the monotonic time of the next `tick`; at most `now` if one is due."""

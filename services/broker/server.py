@@ -56,6 +56,7 @@ from rolloutmq.services.broker.replay.core import ReplayCore
 from rolloutmq.services.broker.replay.recording import Recording
 from rolloutmq.services.broker.snapshots import memory_snapshot
 from rolloutmq.services.process.descriptors import raise_descriptor_limit
+from rolloutmq.services.process.latency_publisher import own_host
 from rolloutmq.services.process.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
@@ -171,6 +172,7 @@ def _started(
             endpoints=endpoints,
             ram=ram,
             open_arena=MappedArena if shared_memory else None,
+            host=own_host(),
         )
         stack.callback(core.close)
         journal = stack.enter_context(_persistent(core, config.broker, layout, ram, epoch, wake))

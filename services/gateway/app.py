@@ -71,6 +71,8 @@ from rolloutmq.services.gateway.web.http_io import (
 )
 from rolloutmq.services.gateway.web.in_hand import InHand
 from rolloutmq.services.http_server.access import HttpAccess, is_browser, split_token
+from rolloutmq.services.http_server.request_latencies import RequestLatencies
+from rolloutmq.services.process.latency_recorder import LatencyRecorder
 from rolloutmq.services.programs.command import split_path
 
 logger = logging.getLogger(__name__)
@@ -106,10 +108,16 @@ class GatewayApp:
         config: Limits.
         access: Who may ask.
         group_bytes: `broker.max_group_bytes`.
+        latencies: Gets the duration of each request, from its headers to the end of its reply.
     """
 
     def __init__(
-        self, gateway: Gateway, config: GatewayConfig, access: HttpAccess, group_bytes: int = GROUP_BYTES
+        self,
+        gateway: Gateway,
+        config: GatewayConfig,
+        access: HttpAccess,
+        group_bytes: int = GROUP_BYTES,
+        latencies: LatencyRecorder | None = None,
     ) -> None:
         self._gateway = gateway
         self._config = config
@@ -136,6 +144,7 @@ class GatewayApp:
             "/docs": {"GET": self._docs},
             "/openapi.json": {"GET": self._openapi},
         }
+        self._latencies = RequestLatencies(latencies, {*self._routes, BATCH})
 
     def close(self) -> None:
         """Stop the threads."""
@@ -155,14 +164,16 @@ class GatewayApp:
             token=token,
         )
         out = Out(send, request, self._config, self._pool)
-        try:
-            refusal = self._refused(request) or await self._read(request, receive)
-            if refusal is not None:
-                await out.answer(refusal)
-            else:
-                await self._exchange(request, receive, out)
-        finally:
-            self._in_hand.release(request.held)
+        with self._latencies.request(request.path) as exchange:
+            try:
+                refusal = self._refused(request) or await self._read(request, receive)
+                if refusal is not None:
+                    await out.answer(refusal)
+                else:
+                    await self._exchange(request, receive, out)
+            finally:
+                exchange.status = out.status
+                self._in_hand.release(request.held)
 
     def _refused(self, request: Request) -> Answer | None:
         """Return the reply to a request whose body need not be read."""

@@ -21,10 +21,11 @@ from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.process import python_command
 from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
-from rolloutmq.services.gateway.server import access
+from rolloutmq.services.gateway.server import NAME, access
 from rolloutmq.services.gateway.service import Gateway
 from rolloutmq.services.gateway.web.http_io import Receive, Scope, Send
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +81,11 @@ class AsgiTarget:
                 await stack.enter_async_context(_broker(layout))
             run, _ = load_run(layout.root)
             sys.setswitchinterval(SWITCH_S)
+            latencies = recorder_of(NAME, run.telemetry)
+            await stack.enter_async_context(publishing(latencies, layout, run.telemetry.interval_s))
             gateway = await stack.enter_async_context(Gateway.opened(layout, run.gateway))
             allowed, group_bytes = access(run, run.gateway), run.broker.max_group_bytes
-            application = GatewayApp(gateway, run.gateway, allowed, group_bytes)
+            application = GatewayApp(gateway, run.gateway, allowed, group_bytes, latencies)
             stack.callback(application.close)
             yield application
 

@@ -32,6 +32,7 @@ from rolloutmq.services.gateway.service import Gateway
 from rolloutmq.services.gateway.web.protocol import LimitedProtocol
 from rolloutmq.services.http_server.access import HttpAccess, access_of
 from rolloutmq.services.http_server.sockets import bound_socket
+from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
 
 LISTEN_FD: Final = "ROLLOUTMQ_LISTEN_FD"
@@ -73,6 +74,8 @@ def port_before(layout: RunLayout) -> int | None:
 logger = logging.getLogger(__name__)
 
 
+NAME: Final = "gateway"
+"""Name of the process in its latency samples."""
 GRACE_S: Final = 5
 """Time running requests have after a request to stop."""
 
@@ -103,8 +106,13 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
     config = config or run.gateway
     held = os.environ.get(LISTEN_FD)
     bound = socket.socket(fileno=int(held)) if held else bind(config, port_before(layout))
-    async with Gateway.opened(layout, config, run.environment) as gateway:
-        application = GatewayApp(gateway, config, access(run, config), run.broker.max_group_bytes)
+    latencies = recorder_of(NAME, run.telemetry)
+    async with (
+        publishing(latencies, layout, run.telemetry.interval_s),
+        Gateway.opened(layout, config, run.environment) as gateway,
+    ):
+        allowed, group_bytes = access(run, config), run.broker.max_group_bytes
+        application = GatewayApp(gateway, config, allowed, group_bytes, latencies)
         server = _Server(
             uvicorn.Config(
                 application,

@@ -10,7 +10,6 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, Final, Protocol
 from uuid import uuid4
 
@@ -21,8 +20,10 @@ from rolloutmq.bus.rundir import FILE_POLL_S
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RetryableError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess, access_of
+from rolloutmq.services.http_server.request_latencies import count_tokens
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
 from rolloutmq.services.inference.jobs import Job
 from rolloutmq.services.inference.openai import requests, responses, tokenize
@@ -32,6 +33,8 @@ from rolloutmq.services.inference.server import Handler, application, listening,
 from rolloutmq.services.inference.token_api.requests import token_job, token_request
 from rolloutmq.services.inference.token_api.responses import token_response
 from rolloutmq.services.inference.tokenizer import TextTokenizer
+from rolloutmq.services.process.latency_publisher import publishing, recorder_of
+from rolloutmq.services.process.latency_recorder import LatencyRecorder
 from rolloutmq.services.process.runner import Stop
 
 logger = logging.getLogger(__name__)
@@ -93,8 +96,8 @@ class InferenceApp(ABC):
         """Return one word for why nothing can be sampled now, or an empty string."""
         return "torn" if self.policy.is_torn() else ""
 
-    def app(self, access: HttpAccess) -> web.Application:
-        return application(self._routes, access)
+    def app(self, access: HttpAccess, latencies: LatencyRecorder | None = None) -> web.Application:
+        return application(self._routes, access, latencies)
 
     async def drained(self) -> None:
         """Refuse new requests, and wait until all others are answered."""
@@ -162,6 +165,7 @@ class InferenceApp(ABC):
         self._empty.clear()
         try:
             await self.sample(job)
+            count_tokens(sum(len(one.token_ids) for one in job.results))
         finally:
             self.in_hand -= 1
             if not self.in_hand:
@@ -205,12 +209,14 @@ async def first(*waits: Coroutine[Any, Any, Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def serve_http(front: InferenceApp, address: Path, name: str, run: RunConfig, leaving: Leaving) -> None:
+async def serve_http(
+    front: InferenceApp, layout: RunLayout, name: str, run: RunConfig, leaving: Leaving
+) -> None:
     """Listen, warm up, publish the address; when asked to end, answer the requests in flight and return.
 
     Args:
         front: The engine's front end.
-        address: Address file to publish.
+        layout: The run directory, for the address file and for latency samples.
         name: Name of the engine. The first engine uses the configured port, also after a restart.
         run: Configuration, with host, port and token.
         leaving: Order to end.
@@ -219,10 +225,14 @@ async def serve_http(front: InferenceApp, address: Path, name: str, run: RunConf
         ConfigError: There is no token in `run.http_token_file`.
         AddressInUseError: Another process uses the configured port.
     """
-    config = run.inference
+    config, address = run.inference, layout.engine(name)
+    latencies = recorder_of(name, run.telemetry)
     wanted = config.port if name == FIRST else 0
-    app = front.app(access_of(run, config.host))
-    async with listening(app, config.host, wanted, port_before(address)) as port:
+    app = front.app(access_of(run, config.host), latencies)
+    async with (
+        publishing(latencies, layout, run.telemetry.interval_s),
+        listening(app, config.host, wanted, port_before(address)) as port,
+    ):
         await first(front.warm_up(), leaving.asked())
         if not front.ready:
             return

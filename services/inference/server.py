@@ -18,9 +18,11 @@ from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.errors import AddressInUseError, ClosedError, RetryableError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.services.http_server.access import HttpAccess, Refused, split_token
+from rolloutmq.services.http_server.request_latencies import RequestLatencies
 from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.inference.openai import requests, responses
 from rolloutmq.services.inference.openai.requests import ApiError
+from rolloutmq.services.process.latency_recorder import LatencyRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +37,26 @@ BACKLOG: Final = 1024
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
-def application(routes: Mapping[str, tuple[str, Handler]], access: HttpAccess) -> web.Application:
+def application(
+    routes: Mapping[str, tuple[str, Handler]], access: HttpAccess, latencies: LatencyRecorder | None = None
+) -> web.Application:
     """Make an application from methods and handlers by path, for those who have access.
+
+    `latencies` gets the duration of each request by its path of `routes`, from its headers to the response.
 
     One wildcard route dispatches all requests, so that unknown paths get an error in OpenAI's format too.
     """
 
+    measured = RequestLatencies(latencies, routes)
+
     async def dispatch(request: web.Request) -> web.Response:
         token, path = split_token(request.path)  # errors and the log name the path without the token
+        with measured.request(path) as exchange:
+            response = await answered(request, token, path)
+            exchange.status = response.status
+            return response
+
+    async def answered(request: web.Request, token: str, path: str) -> web.Response:
         try:
             denied = access.refusal(lambda name: request.headers.get(name, ""), token)
             if denied is not None:

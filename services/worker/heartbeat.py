@@ -3,12 +3,17 @@
 The worker sends its state once a second and at each change. The reply carries the drain flag; the topic
 `control.<worker>/` carries it too, with less delay. Both are repeated state, so a lost message loses nothing. While the
 broker is away the worker waits, and it reads the broker's address again because a restart may change it.
+
+The round trips tell the offset of the broker's clock, which the next heartbeat reports for the latencies between hosts.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Final
+
+from msgspec.structs import replace
 
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.rundir import read_json, wait_json
@@ -17,6 +22,7 @@ from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerBeatReply
+from rolloutmq.services.process.clock_offset import ClockOffset
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +48,7 @@ class Heartbeat:
         self._worker = worker
         self._beat = beat
         self._on_drain = on_drain
+        self._clock = ClockOffset()
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
@@ -76,16 +83,26 @@ class Heartbeat:
     async def _beat_until_moved(self, client: BrokerClient, endpoints: Endpoints) -> None:
         while True:
             self._changed.clear()
+            sent_at, begun = time.time(), time.monotonic()
             try:
-                reply = await client.request(self._beat(), timeout_s=ANSWER_S)
+                reply = await client.request(self._timed(), timeout_s=ANSWER_S)
             except RolloutMQError as error:
                 logger.warning("heartbeat unanswered error=%s", error)
                 if read_json(self._layout.endpoints, Endpoints) != endpoints:
                     return
             else:
-                if isinstance(reply, WorkerBeatReply) and reply.draining:
-                    self._on_drain("heartbeat")
+                if isinstance(reply, WorkerBeatReply):
+                    self._clock.answered(sent_at, reply.at, time.monotonic() - begun)
+                    if reply.draining:
+                        self._on_drain("heartbeat")
             await self._pause()
+
+    def _timed(self) -> WorkerBeat:
+        """Return the state with the offset of the clocks."""
+        beat, best = self._beat(), self._clock.best
+        if best is None:
+            return beat
+        return replace(beat, clock_offset_s=best.offset_s, clock_error_s=best.error_s)
 
     async def _pause(self) -> None:
         try:

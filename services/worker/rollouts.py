@@ -37,8 +37,10 @@ from rolloutmq.schemas.errors import (
     UsageError,
 )
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
+from rolloutmq.schemas.wire.latency import Hop
 from rolloutmq.schemas.wire.tasks import GIVEN, TaskStatus
+from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder
 from rolloutmq.services.rewards.raters import EVALUATING
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.group_members import GroupMembers, drawn
@@ -143,14 +145,16 @@ class Rollouts:
         on_failure: OnFailure | None = None,
         files: UserFiles | None = None,
         tracer: RolloutTracer | None = None,
+        latencies: LatencyRecorder | None = None,
     ) -> None:
         """Prepare the slots.
 
         `evaluation_seed` makes them answer the tasks of an evaluation, seeded with it. `on_failure` is called for each
         failed rollout. `files` tell the user's frames, for the place of a rollout that took too long. `tracer`
-        traces the calls of sampled groups.
+        traces the calls of sampled groups. `latencies` gets the duration of each rollout that made a group.
         """
         self._tracer = tracer
+        self._latencies = latencies
         self.worker = worker
         self.env = worker.rpartition("-")[0] or worker
         self.config = config
@@ -276,7 +280,7 @@ class Rollouts:
         try:
             async with timer, self._wanted(attempt, timer):
                 returned = await self._rolled_out(attempt, rng)
-            return group_of(
+            group = group_of(
                 self._group_id(attempt),
                 returned,
                 started_at=started_at,
@@ -285,6 +289,8 @@ class Rollouts:
                 members=attempt.about(returned),
                 known=attempt.known,
             )
+            self._measured(group)
+            return group
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is None or task.cancelling():
@@ -299,6 +305,13 @@ class Rollouts:
             await self._name_tokens(error)
             self._failed(attempt, error, one_line(error))
         return None
+
+    def _measured(self, group: Group) -> None:
+        """Count the duration of a rollout."""
+        if self._latencies is not None:
+            key = LatencyKey(Hop.ROLLOUT, self.env, Split.EVAL if self._evaluates else Split.TRAIN)
+            seconds = group.finished_at - group.started_at
+            self._latencies.add(key, seconds, tokens=group.tokens, source=group.group_id)
 
     def _late(self, error: TimeoutError) -> str:
         """Say that a rollout took too long, and where its code and its task were."""

@@ -42,11 +42,13 @@ from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.http_server.access import http_token
+from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.joining import joined
 from rolloutmq.services.worker.environment import Environment
 from rolloutmq.services.worker.heartbeat import Heartbeat
 from rolloutmq.services.worker.loader import check_abilities, load_environment
+from rolloutmq.services.worker.openai.call_latencies import CallLatencies
 from rolloutmq.services.worker.openai.call_trace import RolloutTracer
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
@@ -124,6 +126,7 @@ class Worker:
         self._tracer: RolloutTracer | None = None
         self._files = UserFiles.of(self.config.base_dir, [self.section])
         self._failures = RateLimitedLog(TRACEBACK_EVERY_S)
+        self._latencies = recorder_of(worker, self.config.telemetry)
         self._heartbeat = Heartbeat(self.layout, worker, self.beat, self.start_draining)
 
     def start_draining(self, reason: str = "SIGUSR1") -> None:
@@ -241,7 +244,8 @@ class Worker:
         self.start_draining(await stop.wait())
 
     async def _live(self, environment: Environment, stop: Stop) -> None:
-        async with AsyncExitStack() as stack:
+        interval_s = self.config.telemetry.interval_s
+        async with publishing(self._latencies, self.layout, interval_s), AsyncExitStack() as stack:
             started = await self._started(stack, environment)
             if started is None:
                 return
@@ -294,6 +298,7 @@ class Worker:
             on_failure=self._failed,
             files=self._files,
             tracer=tracer,
+            latencies=self._latencies,
         )
         return [producer, *evaluating]
 
@@ -318,6 +323,7 @@ class Worker:
             on_failure=self._failed,
             files=self._files,
             tracer=self._tracer,
+            latencies=self._latencies,
         )
         return [producer]
 
@@ -341,6 +347,7 @@ class Worker:
                 known=lambda: self._producer.policy if self._producer else PolicyVersion(),
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
                 token="" if self.config.inference.kind == "external" else http_token(self.config),
+                latencies=CallLatencies(self._latencies, self.env),
             )
         )
 

@@ -1,4 +1,8 @@
-"""`rolloutmq profile`: where the time of a run goes, what to change, and how long each hop of its groups took."""
+"""`rolloutmq profile`: where the time of a run goes, what to change, and how long each hop of its groups took.
+
+The hops come from the journal. A run without one has those of the latency samples in its record, and so have the rows
+by worker, host, engine, GPU and route.
+"""
 
 import sys
 from collections import Counter
@@ -9,6 +13,16 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rolloutmq.bus.rundir import read_run
+from rolloutmq.launch.commands.records.latency_table import (
+    PERCENTS,
+    RATE_HEADS,
+    durations_of,
+    percent_heads,
+    rates_of,
+    seconds,
+    sums_json,
+    sums_lines,
+)
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import printable, printable_lines
 from rolloutmq.schemas.statistics.histogram import Histogram
@@ -19,13 +33,23 @@ from rolloutmq.services.broker.journal.inspect.history import JournalHistory
 from rolloutmq.services.broker.journal.inspect.hops import HopFollower, HopKey, Slowest, merged
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.profile.advice import Advice, advice
+from rolloutmq.services.monitor.profile.latencies import By, LatencyLine, Sum, sum_latencies
 from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, read_usage
 from rolloutmq.services.monitor.status.worker_view import slots_of
 from rolloutmq.services.monitor.text import format
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
 from rolloutmq.services.monitor.text.jsonl import read_whole_lines
 
-PERCENTS: Final = (50.0, 95.0, 99.0, 99.9)
+SAMPLE: Final = b'"latency_sample"'
+NOTHING: Final = {
+    By.ENV: "the broker has no group of one yet",
+    By.WORKER: "no worker has ended a rollout or asked a server",
+    By.HOST: "no process has published a sample",
+    By.ENGINE: "no inference server was asked",
+    By.GPU: "no process with GPUs of its own has published a sample",
+    By.ROUTE: "no HTTP server of the run was asked",
+}
+"""Why there may be no row."""
 BAR: Final = 24
 """Width of a bar, in characters."""
 
@@ -36,10 +60,11 @@ class Profile(NamedTuple):
     Attributes:
         usage: Use of time by trainer, rollout slots and inference servers.
         advice: What limits the run.
-        recorded: Whether the broker keeps a journal; without one there are no hops.
+        recorded: Whether the broker keeps a journal; without one the hops are those of the samples.
         hops: Durations by environment and hop.
         slowest: Slowest group by environment and hop.
         unread: A line for each damaged part of the records, which the figures lack.
+        sums: Latency samples by environment and hop.
     """
 
     usage: Usage
@@ -48,6 +73,12 @@ class Profile(NamedTuple):
     hops: dict[HopKey, Histogram]
     slowest: dict[HopKey, Slowest]
     unread: tuple[str, ...] = ()
+    sums: dict[HopKey, Sum] = {}
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the hops are those of the samples."""
+        return bool(self.hops) and not self.recorded
 
 
 def profiled(run_dir: Path) -> Profile:
@@ -60,7 +91,7 @@ def profiled(run_dir: Path) -> Profile:
     require_own_records(layout)
     damaged: Counter[str] = Counter()
     usage = read_usage(read_whole_lines(layout.metrics, UsageLine, damaged), slots_of(layout))
-    unread = [f"{count:,} line{'s' * (count != 1)} of {name}, damaged" for name, count in damaged.items()]
+    unread = [_damaged_lines(name, count) for name, count in damaged.items()]
     config, _ = read_run(run_dir)
     recorded = config.broker.durability is not Durability.MEMORY
     follower = HopFollower()
@@ -69,8 +100,46 @@ def profiled(run_dir: Path) -> Profile:
         for at, event in history:
             follower.apply(at, event)
         unread += history.damage
+    sums = {
+        HopKey(key.label, key.hop, key.split): one
+        for key, one in sum_latencies(_samples(layout, Counter()), By.ENV).rows.items()
+    }
     hops, slowest = follower.histograms(), follower.slowest()
-    return Profile(usage, advice(usage), recorded, hops, slowest, tuple(unread))
+    for key, one in sums.items():
+        # The journal has no offsets of clocks: between two hosts the samples tell the way of a group.
+        if not recorded or (key in hops and one.clock_error_s):
+            hops[key], slowest[key] = one.durations, Slowest(one.slowest_s, one.slowest_id)
+    return Profile(usage, advice(usage), recorded, hops, slowest, tuple(unread), sums)
+
+
+def _samples(layout: RunLayout, damaged: Counter[str]) -> Iterator[LatencyLine]:
+    """Yield the latency samples of the record."""
+    return read_whole_lines(layout.metrics, LatencyLine, damaged, SAMPLE)
+
+
+def latencies(run_dir: Path, by: By, *, as_json: bool) -> int:
+    """Print the latencies of a run by workers, hosts or another part; return the exit code.
+
+    FAILED if no sample of them was recorded.
+    """
+    damaged: Counter[str] = Counter()
+    sums = sum_latencies(_samples(RunLayout(run_dir), damaged), by)
+    unread = [f"not read: {_damaged_lines(name, count)}" for name, count in damaged.items()]
+    if not sums.rows:
+        nothing = f"{run_dir}: no latency by {by} was recorded: {NOTHING[by]}"
+        return complain("\n".join((nothing, *unread)), FAILED)
+    if as_json:
+        told = sums_json(sums, by) | {"not_read": [line.removeprefix("not read: ") for line in unread]}
+        text = msgspec.json.format(msgspec.json.encode(told), indent=2).decode()
+    else:
+        text = "\n".join(map(printable, (*sums_lines(sums, by), *unread)))
+    with reader_may_leave():
+        sys.stdout.write(printable_lines(text) + "\n")
+    return 0
+
+
+def _damaged_lines(name: str, count: int) -> str:
+    return f"{count:,} line{'s' * (count != 1)} of {name}, damaged"
 
 
 def profile(run_dir: Path, *, as_json: bool) -> int:
@@ -107,6 +176,7 @@ def profile_json(found: Profile) -> dict[str, Any]:
         "inference_busy": usage.busy,
         "inference_bound": sorted(usage.inference_bound),
         "recorded": found.recorded,
+        "sampled": found.is_sampled,
         "hops": [
             {
                 "env": key.env,
@@ -117,6 +187,9 @@ def profile_json(found: Profile) -> dict[str, Any]:
                 **{f"p{percent:g}_s": one.percentile_s(percent) for percent in PERCENTS},
                 "slowest_s": found.slowest[key].seconds,
                 "slowest": found.slowest[key].group_id,
+                "clock_error_s": _clock_error_s(found, key),
+                "groups_per_s": found.sums[key].per_s if key in found.sums else None,
+                "tokens_per_s": found.sums[key].tokens_per_s if key in found.sums else None,
             }
             for key, one in found.hops.items()
         ],
@@ -135,11 +208,11 @@ def profile_lines(found: Profile) -> Iterator[str]:
         unknown = seconds(usage.unknown_slots_s)
         yield f"  the rollout slots of {unknown} are not known: the record names no single worker then"
     yield ""
-    if found.recorded:
+    if found.recorded or found.is_sampled:
         yield from _waterfall(merged(found.hops))
         yield from _table(found)
     else:
-        yield "no hops: at durability `memory` the broker keeps no journal; `os` and `disk` keep one"
+        yield "no hops: at durability `memory` the broker keeps no journal, and no latency sample was recorded"
     yield from _unread(found)
 
 
@@ -174,24 +247,20 @@ def _waterfall(hops: dict[Hop, Histogram]) -> Iterator[str]:
 
 def _table(found: Profile) -> Iterator[str]:
     width = max([len("environment"), *(len(_row(key)) for key in found.hops)])
-    heads = "".join(f"{f'p{percent:g}':>9}" for percent in PERCENTS)
+    heads = percent_heads() + (RATE_HEADS if found.is_sampled else "")
     yield f"{'environment':<{width}}  {'hop':<8}{'groups':>9}{'mean':>9}{heads}  slowest group"
     for key, one in found.hops.items():
         slowest = found.slowest[key]
-        times = "".join(f" {seconds(one.percentile_s(percent)):>8}" for percent in PERCENTS)
-        row = f"{_row(key):<{width}}  {key.hop.value:<8}{one.count:>9,} {seconds(one.mean_s):>8}{times}"
+        rates = rates_of(found.sums[key]) if found.is_sampled else ""
+        times = durations_of(one, _clock_error_s(found, key)) + rates
+        row = f"{_row(key):<{width}}  {key.hop.value:<8}{one.count:>9,}{times}"
         yield f"{row}  {seconds(slowest.seconds)} {slowest.group_id}"
+
+
+def _clock_error_s(found: Profile, key: HopKey) -> float:
+    """Return the bound of the error between the clocks of a hop, if that is known."""
+    return found.sums[key].clock_error_s if key in found.sums else 0.0
 
 
 def _row(key: HopKey) -> str:
     return f"{key.env} (eval)" if key.split is Split.EVAL else key.env
-
-
-def seconds(value: float) -> str:
-    """Return a duration with three digits, in the unit that fits: `1.34 s`, `52.3 ms`, `840 us`."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= size or unit == "us":
-            scaled = value / size
-            digits = 0 if scaled >= 100 else 1 if scaled >= 10 else 2
-            return f"{scaled:.{digits}f} {unit}"
-    raise AssertionError

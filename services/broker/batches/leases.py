@@ -38,6 +38,7 @@ class RankShard(msgspec.Struct, eq=False):
         consumer: The consumer that pulled it; empty until then.
         progress_at: When the rank last showed progress; before its pull, when the lease began.
         settle: The rank's settlement; None until then.
+        handed_at: When a consumer last pulled it, wall-clock seconds; NaN until then and in a later life of the broker.
     """
 
     groups: list[StoredGroup]
@@ -45,6 +46,7 @@ class RankShard(msgspec.Struct, eq=False):
     consumer: str = ""
     request_id: str = ""
     settle: Settle | None = None
+    handed_at: float = math.nan
 
 
 class Lease(msgspec.Struct, eq=False, kw_only=True):

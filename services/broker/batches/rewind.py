@@ -31,6 +31,7 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
         stepped: The trainer took a step with it. A batch without a signal is retained for the order only.
         states: The state of each group of `shards`, in their order.
         moments: Moments that the batch brought; see `Lease`.
+        settled_at: When it was settled, wall-clock seconds; 0 if that was in an earlier life of the broker.
     """
 
     version: PolicyVersion
@@ -40,6 +41,7 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
     states: list[list[GroupState]]
     short: bool = False
     moments: dict[str, Moments] = {}
+    settled_at: float = 0.0
 
     def members(self) -> Iterator[tuple[StoredGroup, GroupState]]:
         for groups, states in zip(self.shards, self.states, strict=True):

@@ -218,6 +218,7 @@ class GroupTransitions:
         """End a lease after all its ranks have settled."""
         consumer_group = lease.stream[0]
         batch = self.apply_settle(lease, wall)
+        batch.settled_at = wall
         if lease.split is Split.TRAIN:
             self.consumed.add(sum(group.header.sequences for group, _ in batch.members()), now)
         surplus = self._rewind_buffer.surplus(consumer_group, self._retain_bytes)
@@ -344,10 +345,12 @@ class GroupTransitions:
     def _requeue_rewound(self, stream: Stream, batches: Iterable[RewoundBatch]) -> None:
         self._rewind_buffer.push_front(stream, [batch for batch in batches if batch.groups])
 
-    def commit(self, consumer_group: str, version: PolicyVersion) -> None:
-        """Forget the batches covered by a durable checkpoint."""
+    def commit(self, consumer_group: str, version: PolicyVersion) -> list[RetainedBatch]:
+        """Forget the batches covered by a durable checkpoint; return them."""
         self._events.add(Committed(consumer_group, version))
-        self._commit(self._rewind_buffer.pop_covered(consumer_group, version))
+        covered = self._rewind_buffer.pop_covered(consumer_group, version)
+        self._commit(covered)
+        return covered
 
     def _commit(self, covered: Iterable[RetainedBatch]) -> None:
         for batch in covered:

@@ -286,6 +286,7 @@ class DataPlane:
             self._commit()
         self._burst(self._serve_one)
         self._perform(self.core.tick(time.monotonic(), time.time()))
+        self._perform(self.core.final_samples(time.time()))
         self._commit()
         while self._deferred and time.monotonic() < until:
             self._poller.poll(QUIET_MS)

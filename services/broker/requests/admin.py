@@ -48,14 +48,18 @@ class AdminRequests:
         self._consumers = consumers
         self.live_settings = LiveSettings(state.config, state)
 
-    def beat(self, beat: WorkerBeat, now: float) -> WorkerBeatReply | ErrorReply:
+    def beat(self, beat: WorkerBeat, now: float, wall: float) -> WorkerBeatReply | ErrorReply:
         """Note a worker's heartbeat; it also keeps the worker's session alive."""
         state = self._state
         if not math.isfinite(beat.blocked_s):
             return refuse(ErrorCode.INVALID, f"blocked_s: must be a finite number (got {beat.blocked_s})")
+        if not (math.isfinite(beat.clock_offset_s) and 0 <= beat.clock_error_s < math.inf):
+            told = f"{beat.clock_offset_s} +- {beat.clock_error_s}"
+            return refuse(ErrorCode.INVALID, f"clock_offset_s: must be finite, with an error (got {told})")
         was_draining = state.workers.draining(beat.worker)
         if not state.workers.beat(beat, now):
             return refuse(ErrorCode.LIMIT, "worker: the table of workers is full")
+        state.hops.heard(beat)
         if was_draining and not state.workers.draining(beat.worker):
             state.events.add(Told(beat.worker, "", told=False))
         session = state.sessions.current(beat.worker)
@@ -66,7 +70,7 @@ class AdminRequests:
                 session.touch()
             if beat.state not in {WorkerState.GONE, WorkerState.FAILED}:
                 self._producers.alive(session, now)
-        return WorkerBeatReply(draining=state.workers.draining(beat.worker))
+        return WorkerBeatReply(draining=state.workers.draining(beat.worker), at=wall)
 
     def sweep(self, now: float) -> None:
         """Forget workers that left long ago, and their drains."""

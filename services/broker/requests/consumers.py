@@ -249,7 +249,7 @@ class ConsumerRequests:
         if not readable:
             return self._answered(waiting, now, wall)
         self._count(waiting, now)
-        self._hand_out(waiting, lease, part, now)
+        self._hand_out(waiting, lease, part, now, wall)
         return True
 
     def _lease(self, waiting: WaitingPull, now: float, wall: float) -> Lease | Wait:
@@ -403,9 +403,12 @@ class ConsumerRequests:
         stuck = not len(state.leases) and state.credits.exhausted(split)
         return Wait.BATCH_EXCEEDS_CAP if stuck else wait
 
-    def _hand_out(self, waiting: WaitingPull, lease: Lease, part: RankShard, now: float) -> None:
+    def _hand_out(self, waiting: WaitingPull, lease: Lease, part: RankShard, now: float, wall: float) -> None:
         pull = waiting.pull
         if (part.consumer, part.request_id) != (pull.consumer, pull.request_id):
+            if not part.consumer and not lease.rewound:
+                self._state.hops.handed_out(part.groups, wall)
+            part.handed_at = wall
             self._state.leases.hand_out(lease, pull.rank, pull.consumer, pull.request_id)
             self._state.events.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
         part.progress_at = now
@@ -467,6 +470,7 @@ class ConsumerRequests:
                 return refuse(ErrorCode.INVALID, mismatch(part, settle))
             part.settle = settle
             state.events.add(Settles(settle))
+            state.hops.settled(part.groups, wall - part.handed_at)
             if lease.settled:
                 self._end(lease, now, wall)
         elif part.settle != settle:
@@ -509,13 +513,16 @@ class ConsumerRequests:
                 if (consumer := state.consumers.find(part.consumer)) is not None:
                     consumer.settled_step = lease.step
 
-    def commit(self, request: Commit, now: float) -> Ok | ErrorReply:
+    def commit(self, request: Commit, now: float, wall: float) -> Ok | ErrorReply:
         """Forget the batches covered by a checkpoint."""
         if self._state.consumers.heard(request.consumer, now) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         if not self._state.run.serves(request.run):
             return refuse(ErrorCode.INVALID, f"this broker serves run {self._state.run.name}")
-        self._state.transitions.commit(request.group, request.version)
+        for batch in self._state.transitions.commit(request.group, request.version):
+            if batch.settled_at:
+                groups = [group for group, _ in batch.members()]
+                self._state.hops.committed(groups, wall - batch.settled_at)
         return Ok()
 
     def release(self, request: Release, now: float, wall: float) -> Ok | ErrorReply:

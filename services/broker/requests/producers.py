@@ -261,6 +261,7 @@ class ProducerRequests:
             identity=key,
         )
         state.admit(group, lane, now)
+        state.hops.arrived.append(group)
         state.events.add(group)
         if lane.split is Split.TRAIN:
             state.produced.add(header.sequences, now)

@@ -10,8 +10,8 @@ queue count against another account than new ones, and are carved out apart.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
@@ -133,22 +133,32 @@ class WindowRequests:
         held = self._held(request.consumer)
         done: set[str] = set()
         for again in (True, False):
-            found = (held[name] for name in _named(request) if name in held)
-            groups = [group for group, rewound in found if rewound is again]
-            if groups:
-                done |= self._settle_carved(request, groups, now, wall)
+            found = [held[name] for name in _named(request) if name in held]
+            found = [one for one in found if one.rewound is again]
+            if found:
+                self._measure(found, wall)
+                done |= self._settle_carved(request, [one.group for one in found], now, wall)
         return done
 
-    def _held(self, consumer: str) -> dict[str, tuple[StoredGroup, bool]]:
-        """Return the groups of a consumer's window by id, each with whether it was rewound.
+    def _measure(self, found: Iterable["_Held"], wall: float) -> None:
+        """Count the time with the trainer, by hand-out."""
+        handed: dict[float, list[StoredGroup]] = {}
+        for one in found:
+            handed.setdefault(one.handed_at, []).append(one.group)
+        for handed_at, groups in handed.items():
+            self._state.hops.settled(groups, wall - handed_at)
+
+    def _held(self, consumer: str) -> dict[str, "_Held"]:
+        """Return the groups of a consumer's window by id.
 
         Groups of the same id and other contents are settled one after another, the oldest first.
         """
-        held: dict[str, tuple[StoredGroup, bool]] = {}
+        held: dict[str, _Held] = {}
         for lease in self._state.leases:
             if lease.window and lease.parts[0].consumer == consumer:
                 for group in lease.groups:
-                    held.setdefault(group.header.group_id, (group, lease.rewound))
+                    one = _Held(group, lease.rewound, lease.parts[0].handed_at)
+                    held.setdefault(group.header.group_id, one)
         return held
 
     def _settle_carved(
@@ -171,6 +181,14 @@ class WindowRequests:
             state.staleness.note_trained(groups, set(settle.trained), request.version)
         self._end(lease, now, wall)
         return ids
+
+
+class _Held(NamedTuple):
+    """A group of a consumer's window."""
+
+    group: StoredGroup
+    rewound: bool
+    handed_at: float
 
 
 def _named(request: SettleGroups | Settle) -> Iterator[str]:

@@ -180,6 +180,8 @@ class Out:
     def __init__(self, send: Send, request: Request, config: GatewayConfig, pool: Pool) -> None:
         self.begun = False
         """Whether the status line was sent."""
+        self.status = 0
+        """The status that was sent; 0 before."""
         self._send = send
         self._origins = config.cors_origins
         self._origin = request.headers.get(b"origin", b"")
@@ -252,7 +254,7 @@ class Out:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _start(self, status: int, kind: bytes, headers: list[tuple[bytes, bytes]]) -> None:
-        self.begun = True
+        self.begun, self.status = True, status
         own = [(b"content-type", kind), *headers, *self._cors()]
         await self._send({"type": "http.response.start", "status": status, "headers": own})
 

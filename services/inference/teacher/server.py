@@ -50,6 +50,8 @@ from rolloutmq.services.inference.teacher.scoring import (
     question_of,
 )
 from rolloutmq.services.inference.teacher.vllm_scorer import VllmScorer
+from rolloutmq.services.process.latency_publisher import publishing, recorder_of
+from rolloutmq.services.process.latency_recorder import LatencyRecorder
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.trainer.policy.model import build_policy, policy_positions, policy_vocabulary
 
@@ -84,8 +86,8 @@ class TeacherServer:
             "/health": ("GET", self._health),
         }
 
-    def app(self, access: HttpAccess) -> web.Application:
-        return application(self._routes, access)
+    def app(self, access: HttpAccess, latencies: LatencyRecorder | None = None) -> web.Application:
+        return application(self._routes, access, latencies)
 
     async def _teach(self, request: web.Request) -> web.Response:
         try:
@@ -181,8 +183,9 @@ async def serve(run_dir: Path, stop: Stop) -> None:
 
 async def _serve(server: TeacherServer, run: RunConfig, layout: RunLayout, stop: Stop) -> None:
     config = run.teacher
-    app = server.app(access_of(run, config.host))
-    async with asyncio.TaskGroup() as tasks:
+    latencies = recorder_of(Role.TEACHER.value, run.telemetry)
+    app = server.app(access_of(run, config.host), latencies)
+    async with publishing(latencies, layout, run.telemetry.interval_s), asyncio.TaskGroup() as tasks:
         work = tasks.create_task(server.source.run())
         async with listening(app, config.host, config.port, port_before(layout.teacher)) as port:
             url = http_url(config.host, port)

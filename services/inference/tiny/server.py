@@ -108,7 +108,7 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
                 tasks.create_task(server.batcher.run()),
                 tasks.create_task(server.follow(layout, seed)),
             ]
-            await serve_http(server, layout.engine(name), name, run, leaving)
+            await serve_http(server, layout, name, run, leaving)
             for task in work:
                 task.cancel()
     finally:

@@ -245,7 +245,7 @@ async def _serve(
         await first(
             server.follow(),
             server.watch(),
-            serve_http(server, layout.engine(name), name, run, leaving),
+            serve_http(server, layout, name, run, leaving),
         )
     finally:
         server.policy.close()

@@ -34,9 +34,14 @@ def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
         yield record
 
 
-def read_whole_lines(path: Path, kind: type[T], damaged: Counter[str]) -> Iterator[T]:
-    """Yield the records that decode, and count the others under the file's name."""
-    for _, record in _lines(path, kind):
+def read_whole_lines(
+    path: Path, kind: type[T], damaged: Counter[str], containing: bytes = b""
+) -> Iterator[T]:
+    """Yield the records that decode, and count the others under the file's name.
+
+    Lines without the bytes of `containing` are skipped, which is much faster than to decode them.
+    """
+    for _, record in _lines(path, kind, containing):
         if isinstance(record, _Damage):
             damaged[path.name] += 1
         else:
@@ -47,12 +52,14 @@ class _Damage(NamedTuple):
     why: str
 
 
-def _lines(path: Path, kind: type[T]) -> Iterator[tuple[int, T | _Damage]]:
+def _lines(path: Path, kind: type[T], containing: bytes = b"") -> Iterator[tuple[int, T | _Damage]]:
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
     with open_regular(path) as file:
         for number, line in enumerate(file, 1):
+            if containing not in line:
+                continue
             try:
                 yield number, decoder.decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

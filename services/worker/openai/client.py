@@ -25,6 +25,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import authorization, with_token
 from rolloutmq.services.worker.completion import MAX_TOKENS, ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai import wire
+from rolloutmq.services.worker.openai.call_latencies import CallLatencies
 from rolloutmq.services.worker.openai.call_trace import traced_call
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
 from rolloutmq.services.worker.openai.stitching import Stitcher
@@ -69,7 +70,9 @@ class OpenAIPolicy:
         known: Callable[[], PolicyVersion],
         patience_s: float,
         token: str,
+        latencies: CallLatencies,
     ) -> None:
+        self._latencies = latencies
         self._session = session
         self._engines = engines
         self._known = known
@@ -94,6 +97,7 @@ class OpenAIPolicy:
         known: Callable[[], PolicyVersion] = PolicyVersion,
         patience_s: float = 300.0,
         token: str = "",
+        latencies: CallLatencies | None = None,
     ) -> AsyncIterator["OpenAIPolicy"]:
         """Open a client for the duration of the block.
 
@@ -102,6 +106,7 @@ class OpenAIPolicy:
             known: Returns the newest known policy version, for servers that report none.
             patience_s: Seconds of retries before a call gives up.
             token: Token of the servers, empty if they need none.
+            latencies: Measures the calls.
         """
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
@@ -111,7 +116,7 @@ class OpenAIPolicy:
             headers=_HEADERS | authorization(token),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            yield cls(session, engines, known, patience_s, token)
+            yield cls(session, engines, known, patience_s, token, latencies or CallLatencies())
 
     async def complete(
         self,
@@ -281,9 +286,13 @@ class OpenAIPolicy:
         """Post a request to an engine; return the body, or the reason to retry."""
         if not engine.model and (why := await self._find(engine)):
             return why
-        with traced_call(engine.url, path) as call:
+        with (
+            traced_call(engine.url, path) as call,
+            self._latencies.attempt(engine.name, path) as attempt,
+        ):
             status, body = await self._post(engine.url + path, request(engine.model))
             call.status = status
+            attempt.answered(status, body)
         if status == 200:
             return body
         if status == 404 and path in {wire.TOKENIZE, wire.DETOKENIZE} and not wire.lacks_model(body):

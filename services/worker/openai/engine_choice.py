@@ -36,6 +36,8 @@ class Engine:
     """Model it serves; empty until the worker has asked."""
     root: str = ""
     """Directory or hub name of the model, if the server says."""
+    name: str = ""
+    """Name in the run."""
     in_hand: int = 0
     """Unanswered requests of this worker."""
     passed_until: float = float("-inf")
@@ -78,7 +80,7 @@ class Engines:
                 continue
             life = address.url, address.pid
             known[life] = engine = self._known.get(life) or Engine(
-                address.url.rstrip("/").removesuffix("/v1")
+                address.url.rstrip("/").removesuffix("/v1"), name=address.name
             )
             engine.silent = silent
         self._known = known

@@ -9,8 +9,10 @@ import pytest
 from aiohttp import web
 
 from rolloutmq.services.http_server.access import HttpAccess
+from rolloutmq.services.http_server.request_latencies import count_tokens
 from rolloutmq.services.inference import server
 from rolloutmq.services.inference.server import application, listening, replied
+from rolloutmq.services.process.latency_recorder import LatencyRecorder
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 30.0
@@ -121,3 +123,28 @@ async def test_a_body_that_stops_is_not_waited_for(monkeypatch: pytest.MonkeyPat
         writer.close()
         await writer.wait_closed()
     assert not counted.calls
+
+
+async def test_requests_are_told_by_declared_path_and_class_of_status() -> None:
+    recorder = LatencyRecorder("inference", 0.0)
+
+    async def sampling(_request: web.Request) -> web.Response:
+        count_tokens(12)
+        return replied(b"{}")
+
+    app = application({"/v1/completions": ("POST", sampling)}, HttpAccess(), recorder)
+    async with listening(app, "127.0.0.1", 0, None) as port, aiohttp.ClientSession() as session:
+        base = f"http://127.0.0.1:{port}"
+        for _ in range(2):
+            async with session.post(f"{base}/v1/completions", data="{}") as answer:
+                assert answer.status == 200
+        async with session.get(f"{base}/v1/completions") as answer:
+            assert answer.status == 405
+        async with session.get(f"{base}/a/secret/of/a/user") as answer:
+            assert answer.status == 404
+    (sample,) = recorder.samples(1.0)
+    assert {(row.route, row.status): (row.durations.count, row.tokens) for row in sample.rows} == {
+        ("/v1/completions", "2xx"): (2, 24),
+        ("/v1/completions", "4xx"): (1, 0),
+        ("other", "4xx"): (1, 0),
+    }

@@ -2,16 +2,22 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from tests.services.broker.journal.handmade import TRAINER, Handmade, began, flip, settles, version
 
-from rolloutmq.launch.commands.records.profile import Profile, profile, profile_lines, seconds
+from rolloutmq.launch.commands.records.latency_table import seconds
+from rolloutmq.launch.commands.records.profile import Profile, latencies, profile, profile_lines
+from rolloutmq.schemas.statistics.histogram import HistogramBuilder
 from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
 from rolloutmq.services.broker.journal.format.events import Committed, Pulled
+from rolloutmq.services.monitor.profile.latencies import By
 from rolloutmq.services.monitor.profile.usage import Usage, UsageLine
+from rolloutmq.services.telemetry.recorder import line_of
 
 
 def recorded(run_dir: Path, durability: str = "disk") -> Handmade:
@@ -69,12 +75,105 @@ def test_a_program_gets_seconds(run_dir: Path, capsys: pytest.CaptureFixture[str
     assert rollout["mean_s"] == pytest.approx(1.5)
 
 
-def test_without_a_journal_there_are_no_hops(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def sampled(made: Handmade, name: str, *rows: LatencyRow, at: float = 12.0, host: str = "h1") -> None:
+    """Append a latency sample to the record."""
+    sample = LatencySample(name=name, number=1, at=at, since_s=2.0, host=host, rows=rows)
+    with made.layout.metrics.open("ab") as record:
+        record.write(line_of(b"telemetry.latency.x", sample, at))
+
+
+def hop(name: Hop, *durations_s: float, **given: Any) -> LatencyRow:
+    durations = HistogramBuilder().add(durations_s).histogram()
+    return LatencyRow(hop=name, durations=durations, env="sort3", slowest_s=max(durations_s), **given)
+
+
+def test_without_a_journal_and_without_samples_there_are_no_hops(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recorded(run_dir, "memory")
     assert profile(run_dir, as_json=False) == 0
     told = capsys.readouterr().out
     assert "no_batch" in told
     assert "no hops: at durability `memory`" in told
+
+
+def test_without_a_journal_the_hops_are_those_of_the_samples(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorded(run_dir, "memory")
+    sampled(made, "broker", hop(Hop.ROLLOUT, 1.0, 3.0, tokens=400, slowest_id="g7"), hop(Hop.QUEUE, 0.5))
+    sampled(made, "sort3-0", hop(Hop.ROLLOUT, 1.0))  # one of those that the broker tells
+    assert profile(run_dir, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "the mean way of a group to the end of its step, 2.50 s" in told
+    (rollout, queue) = (line.split() for line in told.splitlines() if line.startswith("sort3"))
+    assert rollout[1:5] == ["rollout", "2", "2.00", "s"]
+    assert rollout[-5:] == ["1.00", "200", "3.00", "s", "g7"]  # two in two seconds
+    assert queue[1] == "queue"
+    assert profile(run_dir, as_json=True) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sampled"]
+    assert not found["recorded"]
+    assert (found["hops"][0]["groups_per_s"], found["hops"][0]["tokens_per_s"]) == (1.0, 200.0)
+
+
+def test_the_journal_tells_the_hops_and_the_samples_their_rates(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorded(run_dir)
+    trained(made)
+    sampled(made, "broker", hop(Hop.ROLLOUT, 9.0, tokens=100))
+    assert profile(run_dir, as_json=True) == 0
+    rollout, send, *_ = json.loads(capsys.readouterr().out)["hops"]
+    assert (rollout["groups"], rollout["groups_per_s"], rollout["clock_error_s"]) == (2, 0.5, 0.0)
+    assert rollout["mean_s"] == pytest.approx(1.5)
+    assert send["groups_per_s"] is None
+
+
+def test_between_two_clocks_the_samples_tell_the_way_and_its_error(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorded(run_dir)
+    trained(made)
+    sampled(made, "broker", hop(Hop.SEND, 0.001, 0.001, 0.001, 0.25, clock_error_s=0.004))
+    assert profile(run_dir, as_json=False) == 0
+    (send,) = (line for line in capsys.readouterr().out.splitlines() if " send " in line and "sort3" in line)
+    assert send.split()[:6] == ["sort3", "send", "4", "63.2", "ms", "<"]
+    assert "< 4.00 ms" in send
+    assert profile(run_dir, as_json=True) == 0
+    (told,) = (one for one in json.loads(capsys.readouterr().out)["hops"] if one["hop"] == "send")
+    assert (told["clock_error_s"], told["groups"]) == (0.004, 4)
+
+
+def test_latencies_by_a_part_have_rates_and_classes(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = recorded(run_dir)
+    failed = hop(Hop.CALL, 5.0, engine="inference", status="5xx")
+    sampled(made, "sort3-0", hop(Hop.CALL, 0.5, 0.5, engine="inference", status="2xx", tokens=64), failed)
+    sampled(made, "sort3-1", hop(Hop.CALL, 1.0, engine="inference", status=""), host="h2")
+    assert latencies(run_dir, By.ENGINE, as_json=False) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("inference")]
+    assert [row[:4] for row in rows] == [
+        ["inference", "call", "none", "1"],
+        ["inference", "call", "2xx", "2"],
+        ["inference", "call", "5xx", "1"],
+    ]
+    assert rows[1][-4:] == ["1.00", "32", "500", "ms"]
+    assert latencies(run_dir, By.HOST, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["by"] == "host"
+    assert {one["host"]: one["count"] for one in told["rows"] if one["status"] != "5xx"} == {"h1": 2, "h2": 1}
+
+
+def test_a_part_without_latencies_says_why(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = recorded(run_dir)
+    assert latencies(run_dir, By.GPU, as_json=False) == 1
+    assert "no latency by gpu was recorded: no process with GPUs of its own" in capsys.readouterr().err
+    with made.layout.metrics.open("a") as record:
+        record.write('{"kind": "latency_sample", "rows": 7}\n')
+    assert latencies(run_dir, By.ROUTE, as_json=False) == 1
+    assert "not read: 1 line of metrics.jsonl, damaged" in capsys.readouterr().err
 
 
 def test_a_run_without_a_record_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,6 +78,9 @@ class Script:
             self.changed.notify_all()
         return self.on_tick()
 
+    def final_samples(self, _wall: float) -> list[Action]:
+        return []
+
     def next_deadline(self, now: float) -> float:
         return (self.ticks[-1] if self.ticks else now) + self.deadline_in_s
 

@@ -1,0 +1,182 @@
+"""Hops of groups as they happen: durations by environment and split, for the latency sample of the broker. Pure.
+
+    rollout, send   counted as the broker accepts the group
+    queue           as a consumer is handed the group for the first time
+    train           as its settlement arrives
+    commit          as a checkpoint covers it
+
+They are those of the journal (`journal.inspect.hops`), at every durability; hops that began in an earlier life of the
+broker are left out, except `queue` of a group that was not yet handed out. Durations are gathered group by group and
+become histograms in blocks. All times are wall-clock seconds.
+
+A worker on another host has another clock. It measures the offset to the broker's clock with its heartbeats, and `send`
+is corrected by it; the row carries the bound of the error.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from math import isnan, nan
+from typing import Final
+
+import msgspec
+
+from rolloutmq.bus.evaluation.plan import answering_producer
+from rolloutmq.schemas.config.base import PROCESSES_LIMIT
+from rolloutmq.schemas.wire.control import WorkerBeat
+from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.latency import Hop, LatencySample
+from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder, RowRecorder
+
+GATHERED: Final = 256
+"""New groups that are counted together: many enough, and still in the cache of the processor."""
+CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
+"""Most producers on other hosts: two of each worker."""
+BROKER: Final = "broker"
+"""Name of the broker in its samples."""
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """Clock of a producer on another host: seconds that the broker's is ahead, NaN if not known, and the bound of the
+    error.
+    """
+
+    offset_s: float
+    error_s: float
+
+
+class GroupHops:
+    """Durations of the hops of all groups since the last sample.
+
+    Args:
+        host: Name of the broker's host; empty if it is not known, and then no clock is corrected.
+        enabled: Whether anything is measured.
+    """
+
+    def __init__(self, host: str = "", *, enabled: bool = True) -> None:
+        self._host = host
+        self._enabled = enabled
+        self._recorder = LatencyRecorder(BROKER, 0.0, host=host, id_of=_id_of, enabled=enabled)
+        self._has_begun = False
+        self.arrived: list[StoredGroup] = []
+        """New groups, appended as they are accepted; `gather` counts them."""
+        self._rows: dict[tuple[Hop, str, Split], RowRecorder] = {}
+        self._clocks: dict[str, Clock] = {}
+
+    def __bool__(self) -> bool:
+        """Whether anything was measured since the last sample."""
+        return bool(self.arrived or self._recorder)
+
+    def heard(self, beat: WorkerBeat) -> None:
+        """Note the clock of a worker; one on this host has that of the broker.
+
+        Until another host's worker tells its offset, the way of its groups is not known, and not counted.
+        """
+        names = beat.worker, answering_producer(beat.worker)
+        for name in names:
+            self._clocks.pop(name, None)
+        if self._host and beat.host not in {"", self._host}:
+            offset_s = beat.clock_offset_s if beat.clock_error_s else nan
+            self._clocks |= dict.fromkeys(names, Clock(offset_s, beat.clock_error_s))
+            while len(self._clocks) > CLOCKS_LIMIT:  # the one that was heard of longest ago
+                del self._clocks[next(iter(self._clocks))]
+
+    def gather(self) -> None:
+        """Count rollout and way of the new groups; a time of 0 is unknown: the group was built without it."""
+        arrived, self.arrived = self.arrived, []
+        if not self._enabled:
+            return
+        for groups in _by_lane(arrived):
+            headers = [group.header for group in groups]
+            tokens = sum([header.tokens for header in headers])
+            rolled_s = [one.finished_at - (one.started_at or nan) for one in headers]
+            self._row(Hop.ROLLOUT, groups[0]).extend(rolled_s, tokens, groups)
+            if self._clocks:
+                groups = self._count_sent_from_elsewhere(groups)
+                tokens = _tokens(groups)
+                if not groups:
+                    continue
+            sent_s = [one.accepted_wall - (one.header.finished_at or nan) for one in groups]
+            self._row(Hop.SEND, groups[0]).extend(sent_s, tokens, groups)
+
+    def handed_out(self, groups: Sequence[StoredGroup], wall: float) -> None:
+        """Count the time in the queue of groups that are handed out; one that was delivered before does not count."""
+        if not self._enabled:
+            return
+        waited_s = [wall - group.accepted_wall for group in groups if group.deliveries == 1]
+        if len(waited_s) < len(groups):
+            groups = [group for group in groups if group.deliveries == 1]
+        if len({group.env for group in groups}) == 1:
+            self._row(Hop.QUEUE, groups[0]).extend(waited_s, _tokens(groups), groups)
+            return
+        for group, seconds in zip(groups, waited_s, strict=True):
+            self._row(Hop.QUEUE, group).add(seconds, group.header.tokens, group)
+
+    def settled(self, groups: Sequence[StoredGroup], seconds: float) -> None:
+        """Count the time with the trainer of groups that were handed out together; NaN if it is not known."""
+        self._repeat(Hop.TRAIN, groups, seconds)
+
+    def committed(self, groups: Sequence[StoredGroup], seconds: float) -> None:
+        """Count the time from the settlement of a batch to the checkpoint that covers it."""
+        self._repeat(Hop.COMMIT, groups, seconds)
+
+    def samples(self, wall: float) -> list[LatencySample]:
+        """Return what was measured since the last call. The first one begins, and returns nothing."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._recorder.begin(wall)
+            return []
+        self.gather()
+        self._rows.clear()
+        return self._recorder.samples(wall)
+
+    def _count_sent_from_elsewhere(self, groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
+        """Count groups of producers with another clock; return the others."""
+        others: list[StoredGroup] = []
+        for group in groups:
+            clock = self._clocks.get(group.producer)
+            if clock is None:
+                others.append(group)
+                continue
+            row = self._row(Hop.SEND, group)
+            sent_s = group.accepted_wall - (group.header.finished_at or nan) - clock.offset_s
+            row.add(sent_s, group.header.tokens, group)
+            row.clock_error_s = max(row.clock_error_s, clock.error_s)
+        return others
+
+    def _repeat(self, hop: Hop, groups: Sequence[StoredGroup], seconds: float) -> None:
+        """Count groups of one duration."""
+        if not self._enabled or isnan(seconds) or not groups:
+            return
+        if len({group.env for group in groups}) == 1:
+            self._row(hop, groups[0]).repeat(seconds, len(groups), _tokens(groups), groups[0])
+            return
+        for group in groups:
+            self._row(hop, group).add(seconds, group.header.tokens, group)
+
+    def _row(self, hop: Hop, group: StoredGroup) -> RowRecorder:
+        """Return the row of a group, kept until the next sample: to make a key takes a microsecond."""
+        name = hop, group.env, group.split
+        if (row := self._rows.get(name)) is None:
+            row = self._rows[name] = self._recorder.row(LatencyKey(*name))
+        return row
+
+
+def _tokens(groups: Sequence[StoredGroup]) -> int:
+    return sum([group.header.tokens for group in groups])
+
+
+def _by_lane(groups: Sequence[StoredGroup]) -> Iterable[Sequence[StoredGroup]]:
+    """Yield the groups of each environment and split."""
+    if not groups:
+        return ()
+    if len({group.env for group in groups}) == len({group.split for group in groups}) == 1:
+        return (groups,)
+    lanes: defaultdict[tuple[str, int], list[StoredGroup]] = defaultdict(list)
+    for group in groups:
+        lanes[group.env, group.split].append(group)
+    return lanes.values()
+
+
+def _id_of(group: StoredGroup) -> str:
+    return group.header.group_id

@@ -1,0 +1,109 @@
+"""Publishes the latency samples of a process through the broker of its run, beside its work.
+
+Loss: samples are lost while the broker is away or telemetry is slow, and with a killed process; nothing waits for them.
+A process whose broker is away keeps no more than its rows. A sample costs one message each `telemetry.interval_s`, and
+none while nothing was measured.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from rolloutmq.bus.encoding import topics
+from rolloutmq.bus.log_throttle import LogThrottle
+from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.schemas.config.run import TelemetryConfig
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.services.process.latency_recorder import LatencyRecorder
+
+logger = logging.getLogger(__name__)
+
+GPUS_VARIABLE: Final = "CUDA_VISIBLE_DEVICES"
+
+
+def own_host() -> str:
+    """Return the name of this host, as in `host_sample`."""
+    return socket.gethostname() or "localhost"
+
+
+def own_gpus() -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs assigned to this process; none if it was given none, or indexes."""
+    named = tuple(part.strip() for part in os.environ.get(GPUS_VARIABLE, "").split(","))
+    return named if all(part.startswith("GPU-") for part in named) else ()
+
+
+def recorder_of(name: str, config: TelemetryConfig) -> LatencyRecorder:
+    """Return the recorder of this process under a name of the run; it records nothing if the configuration says so."""
+    return LatencyRecorder(name, time.time(), host=own_host(), gpus=own_gpus(), enabled=config.latencies)
+
+
+@asynccontextmanager
+async def publishing(
+    recorder: LatencyRecorder, layout: RunLayout, interval_s: float
+) -> AsyncIterator[LatencyRecorder]:
+    """Publish the samples of a recorder for the duration of the block, and a last one at its end."""
+    if not recorder.enabled:
+        yield recorder
+        return
+    publisher = LatencyPublisher(recorder, layout)
+    running = asyncio.create_task(publisher.run(interval_s), name="latencies")
+    try:
+        yield recorder
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+        publisher.close()
+
+
+class LatencyPublisher:
+    """The connection of one recorder to the broker of its run, wherever that is now."""
+
+    def __init__(self, recorder: LatencyRecorder, layout: RunLayout) -> None:
+        self._recorder = recorder
+        self._layout = layout
+        self._address = ""
+        self._throttle = LogThrottle()
+        self._publisher: Publisher | None = None
+
+    async def run(self, interval_s: float) -> None:
+        """Publish a sample each interval until cancelled."""
+        while True:
+            self._connect()  # ahead of the first sample: one sent before a connection stands is lost
+            await asyncio.sleep(interval_s)
+            self.publish()
+
+    def publish(self) -> None:
+        """Publish what was measured since the last sample, or drop it while there is no broker. Does not block.
+
+        An error is logged and costs the sample: the process measures beside its work.
+        """
+        try:
+            self._connect()
+            for sample in self._recorder.samples(time.time()):
+                if self._publisher is not None:
+                    self._publisher.publish(topics.telemetry("latency", sample.name), sample)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the work goes on
+            if self._throttle.is_due(str(error), time.monotonic()):
+                logger.warning("latencies not published error=%s", error)
+
+    def close(self) -> None:
+        """Publish the last sample and close the connection; it has half a second to leave."""
+        self.publish()
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _connect(self) -> None:
+        endpoints = endpoints_of(self._layout)
+        if endpoints is None or endpoints.publish == self._address:
+            return
+        if self._publisher is not None:
+            self._publisher.close()
+        self._address, self._publisher = endpoints.publish, None
+        self._publisher = Publisher(endpoints.publish)
