@@ -9,8 +9,9 @@ import pytest
 from aiohttp import web
 
 from rolloutmq.services.http_server.access import HttpAccess
+from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.inference import server
-from rolloutmq.services.inference.server import application, listening, replied
+from rolloutmq.services.inference.server import application, replied
 
 TOKEN = "0123456789abcdef"
 DEADLINE_S = 30.0
