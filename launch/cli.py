@@ -340,6 +340,19 @@ def top(run_dir: ReadArgument = None, run: ReadOption = None) -> None:
 
 
 @app.command(rich_help_panel=INSPECT)
+def dashboard(
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to bind, 0 for a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Serve a page that watches and steers a run in a browser, and print its link."""
+    from rolloutmq.launch.commands import dashboard as serving
+
+    raise typer.Exit(serving.dashboard(to_read(run, run_dir), host, port))
+
+
+@app.command(rich_help_panel=INSPECT)
 def logs(
     name: Annotated[
         str,
