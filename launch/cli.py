@@ -347,9 +347,9 @@ def dashboard(
     port: Annotated[int, typer.Option(help="Port to bind, 0 for a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """Serve a page that watches and steers a run in a browser, and print its link."""
-    from rolloutmq.launch.commands import dashboard as serving
+    from rolloutmq.launch.commands.dashboard.serve import dashboard as serve
 
-    raise typer.Exit(serving.dashboard(to_read(run, run_dir), host, port))
+    raise typer.Exit(serve(to_read(run, run_dir), host, port))
 
 
 @app.command(rich_help_panel=INSPECT)

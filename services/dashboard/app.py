@@ -167,7 +167,7 @@ class DashboardApp:
         return "GET", self._nothing
 
     def _admit(self, request: web.Request) -> None:
-        """Refuse what may not be asked. A link to the page may be anywhere, so navigation to it may come from anywhere."""
+        """Refuse what may not be asked. A link to the page may be anywhere, so its navigation may be foreign."""
         is_link = request.path == "/" and request.headers.get("Sec-Fetch-Mode") == "navigate"
 
         def header(name: str) -> str:

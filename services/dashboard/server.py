@@ -12,11 +12,14 @@ import socket
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.address import is_loopback
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, UsageError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.dashboard.app import DashboardApp
+from rolloutmq.services.dashboard.handover import opened
 from rolloutmq.services.dashboard.run_files import read_config
 from rolloutmq.services.dashboard.sessions import Sessions, link
 from rolloutmq.services.http_server.access import HttpAccess, names_of
@@ -28,8 +31,8 @@ logger = logging.getLogger(__name__)
 
 LISTEN_FD: Final = "ROLLOUTMQ_DASHBOARD_FD"
 """Variable with the descriptor of the launcher's socket."""
-SECRETS: Final = "ROLLOUTMQ_DASHBOARD_SECRETS"
-"""Variable with the token of the link and the key of the cookies, in hexadecimal: `TOKEN:KEY`."""
+SECRETS_FD: Final = "ROLLOUTMQ_DASHBOARD_SECRETS_FD"
+"""Variable with the descriptor of the launcher's secrets, see `handover`."""
 IDLE_S: Final = 60.0
 """Time without a request or an open page after which the server of a launcher ends."""
 ORPHAN_IDLE_S: Final = 5.0
@@ -104,10 +107,9 @@ def main(run_dir: Path) -> int:
     Raises:
         UsageError: No launcher passed a socket.
     """
-    held, secrets = os.environ.pop(LISTEN_FD, ""), os.environ.pop(SECRETS, "")
-    token, _, key = secrets.partition(":")
     try:
-        bound, sessions = socket.socket(fileno=int(held)), Sessions(token, bytes.fromhex(key))
-    except (ValueError, OSError):
+        sessions = opened(int(os.environ.pop(SECRETS_FD, "")))
+        bound = socket.socket(fileno=int(os.environ.pop(LISTEN_FD, "")))
+    except (ValueError, OSError, msgspec.MsgspecError):
         raise UsageError("serve-dashboard: only a launcher starts it; use `rolloutmq dashboard`") from None
     return run_service("dashboard", lambda stop: serve(run_dir, bound, sessions, stop, idles=True))

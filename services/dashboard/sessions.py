@@ -24,13 +24,24 @@ class Sessions:
         token: Secret of the link; random by default.
         key: Secret of the cookies; random by default. With the same key another server takes them, too.
         wall: Wall clock, in seconds.
+        is_used: Whether the token was exchanged before.
+        on_used: Called when it is.
     """
 
-    def __init__(self, token: str = "", key: bytes = b"", wall: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        token: str = "",
+        key: bytes = b"",
+        wall: Callable[[], float] = time.time,
+        *,
+        is_used: bool = False,
+        on_used: Callable[[], None] = lambda: None,
+    ) -> None:
         self.token = token or secrets.token_urlsafe(KEY_BYTES)
         self._key = key or secrets.token_bytes(KEY_BYTES)
         self._wall = wall
-        self._is_used = False
+        self._is_used = is_used
+        self._on_used = on_used
 
     def exchange(self, token: str) -> str | None:
         """Return a cookie for the token; None if it is another one, or was exchanged before."""
@@ -38,6 +49,7 @@ class Sessions:
         if self._is_used or not is_right:
             return None
         self._is_used = True
+        self._on_used()
         content = f"{int(self._wall())}.{secrets.token_urlsafe(12)}"
         return f"{content}.{self._signature(content)}"
 

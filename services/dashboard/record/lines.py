@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores
 from rolloutmq.schemas.wire.latency import LatencyRow
 
@@ -80,16 +81,10 @@ class DecisionLine(Line, frozen=True):
     reason: str = ""
 
 
-class VersionLine(msgspec.Struct, frozen=True):
-    """A policy version."""
-
-    step: int = 0
-
-
 class EvaluationLine(Line, frozen=True):
     """One point of the evaluation."""
 
-    version: VersionLine = VersionLine()
+    version: PolicyVersion = PolicyVersion()
     all: EnvironmentScores = EnvironmentScores()
 
 

@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 
 ROWS_LIMIT: Final = 1024
 """Most rows of a series."""
+ROWS_OF_NAME: Final = 8 * ROWS_LIMIT
+"""Most rows of all series of a name together: with many keys each has fewer."""
 LONGEST_T: Final = 1e11
 """Latest time, in seconds since the epoch: a damaged line may have any."""
 
@@ -76,7 +78,7 @@ class Series:
 
     def __init__(self, columns: Mapping[str, Fold], width_s: float = 1.0, limit: int = ROWS_LIMIT) -> None:
         self._columns = dict(columns)
-        self._limit = limit
+        self.limit = limit
         self._rows: list[_Row] = []
         self._whole_since = 0
         self.width_s = width_s
@@ -98,7 +100,7 @@ class Series:
             value = values.get(name)
             if value is not None and isfinite(value):
                 cell.add(fold, value)
-        while len(self._rows) > self._limit:
+        while len(self._rows) > self.limit:
             self._widen(version)
 
     def since(self, version: int) -> Change | None:
@@ -143,7 +145,7 @@ def _shown(cell: _Cell) -> float | None:
 
 
 class SeriesBook:
-    """Series by name and key, each with a bounded number of keys.
+    """Series by name and key, with a bounded number of keys and of rows.
 
     Args:
         names: Columns of the series of each name.
@@ -165,8 +167,15 @@ class SeriesBook:
                 return
             self._counts[name] += 1
             found = self._series[name, key] = Series(self._names[name])
+            self._share_rows(name)
         self.version += 1
         found.add(t, values, self.version)
+
+    def _share_rows(self, name: str) -> None:
+        limit = min(ROWS_LIMIT, ROWS_OF_NAME // self._counts[name])
+        for (other, _), series in self._series.items():
+            if other == name:
+                series.limit = limit
 
     def since(self, version: int) -> list[dict[str, Any]]:
         """Return the series that changed after a version, as JSON objects."""
