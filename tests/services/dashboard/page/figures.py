@@ -1,4 +1,4 @@
-"""Figures of a run that is only played: what the server of the dashboard would tell, in its shapes, without randomness."""
+"""Figures of a played run: what the server of the dashboard would tell, in its shapes and without randomness."""
 
 import math
 from typing import Any

@@ -1,4 +1,4 @@
-"""A server with the interface of the dashboard's, whose run is played: a test sets what it tells, and reads what it got.
+"""Server with the interface of the dashboard's and a played run: a test sets what it tells and reads what it got.
 
 It has the same headers and the same rules for token, cookie and origin, so that the page meets the same browser.
 """
@@ -42,7 +42,7 @@ class PlayedServer:
         self.port = 0
         self.beats = True
         self._streams: set[web.StreamResponse] = set()
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop
         self._thread: threading.Thread | None = None
         self._runner: web.AppRunner | None = None
 
@@ -113,7 +113,7 @@ class PlayedServer:
         answer.set_cookie("rolloutmq-played", "yes", httponly=True, samesite="Strict", path="/")
         return answer
 
-    async def _state(self, request: web.Request) -> web.Response:
+    async def _state(self, _request: web.Request) -> web.Response:
         return web.json_response(self.state)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
@@ -201,7 +201,7 @@ async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     return answer
 
 
-async def _index(request: web.Request) -> web.FileResponse:
+async def _index(_request: web.Request) -> web.FileResponse:
     return web.FileResponse(PAGE / "index.html")
 
 

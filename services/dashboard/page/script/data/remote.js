@@ -8,7 +8,7 @@ const RETRY_MS = 2_000;
 const PATIENCE_MS = 35_000;
 
 /** An answer other than the one asked for, with what the server said. */
-export class Refused extends Error {
+class Refused extends Error {
   constructor(status, code, message) {
     super(message);
     this.status = status;
@@ -45,11 +45,15 @@ export class RemoteRun {
     this._source = null;
     this._heard = performance.now();
     this._timer = 0;
+    this._signedIn = new Promise((tell) => {
+      this._tellSignedIn = tell;
+    });
   }
 
   /** Exchange the token of the address for a cookie, then follow the run. The token leaves the address first. */
   async start() {
     await this._exchange();
+    this._tellSignedIn();
     setInterval(() => this._watch(), 1000);
     window.addEventListener("hashchange", () => this._exchange().then((isNew) => isNew && this._connect()));
     document.addEventListener("visibilitychange", () => this._watch());
@@ -128,16 +132,18 @@ export class RemoteRun {
     if (silence > STALE_MS) this.store.setLink(LINK.STALE, "the server is silent");
   }
 
-  workers({ sort, order, filter, offset, limit }) {
+  async workers({ sort, order, filter, offset, limit }) {
+    await this._signedIn;
     return ask(`/api/workers?${new URLSearchParams({ sort, order, filter, offset, limit })}`);
   }
 
-  deadList(offset, limit) {
+  async deadList(offset, limit) {
+    await this._signedIn;
     return ask(`/api/dead?${new URLSearchParams({ offset, limit })}`);
   }
 
-  deadGroup(id, sequence, limit) {
-    return ask(`/api/dead/${encodeURIComponent(id)}?${new URLSearchParams({ sequence, limit })}`);
+  async deadGroup({ group_id: id, order }, sequence, limit) {
+    return ask(`/api/dead/${encodeURIComponent(id)}?${new URLSearchParams({ sequence, limit, order })}`);
   }
 
   act(name, body) {

@@ -38,7 +38,7 @@ export class StoredRun {
     return { total: Math.max(all.length, this.data.state?.dead?.count ?? 0), offset, rows: all.slice(offset, offset + limit) };
   }
 
-  async deadGroup(id, sequence) {
+  async deadGroup({ group_id: id }, sequence) {
     const found = this.data.dead_groups?.[id];
     if (!found) throw new Error("the report holds no contents of this group; `rolloutmq dead show` prints them");
     return { ...found, sequences: found.sequences.filter((one) => one.index >= sequence) };

@@ -27,10 +27,10 @@ export class Actions {
   }
 
   /** Ask for a confirmation, then send an action. `body` is an object, or a function that reads the form `fields`. */
-  confirm({ title, text, name, body, fields = [], label = "Confirm", danger = false }) {
+  confirm({ title, text, name, body, fields = [], label = "Confirm" }) {
     const { body: room, close } = openDialog(title);
     const answer = el("div", { class: "answer", role: "status" });
-    const send = el("button", { type: "submit", class: danger ? "danger" : "primary", text: label });
+    const send = el("button", { type: "submit", class: "primary", text: label });
     const cancel = el("button", { type: "button", text: "Cancel", on: { click: close } });
     const form = el("form", {}, el("p", {}, text), ...fields, el("div", { class: "buttons" }, send, cancel), answer);
     form.addEventListener("submit", async (event) => {
@@ -74,16 +74,6 @@ export class Actions {
     return { tone, lines };
   }
 
-  confirmDown() {
-    const now = el("input", { type: "checkbox", id: "down-now" });
-    this.confirm({
-      title: "End the run?",
-      text: "The run ends in order: workers drain, the trainer writes a checkpoint. It can be resumed.",
-      fields: [el("p", {}, now, el("label", { for: "down-now", text: " At once, without draining" }))],
-      name: "down", body: () => ({ now: now.checked }), label: "End run", danger: true,
-    });
-  }
-
   /** Return a list of what was sent from this page. */
   mountLog() {
     const list = el("ul", { class: "action-log" });
@@ -97,8 +87,8 @@ export class Actions {
 }
 
 /** Return a button that is disabled, and says why, while the run takes no actions. */
-export function actionButton(actions, text, label, open, { danger = false } = {}) {
-  const button = el("button", { type: "button", class: danger ? "small danger" : "small", text, "aria-label": label });
+export function actionButton(actions, text, label, open) {
+  const button = el("button", { type: "button", class: "small", text, "aria-label": label });
   button.addEventListener("click", (event) => {
     event.stopPropagation();
     if (actions.isOpen) open();

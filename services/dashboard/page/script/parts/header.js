@@ -10,10 +10,10 @@ import { currentTheme, setTheme, THEMES } from "./theme.js";
 const LIVES = { ended: "finished", dead: "launcher killed", absent: "not running", removed: "directory removed" };
 
 /** Return what the badge says: a kind for its colour, a word, and a sentence. */
-export function standing(store) {
+function standing(store) {
   const { kind, text } = store.link;
   const run = store.get("run", {});
-  if (kind === LINK.STORED) return { tone: "quiet", word: "report", sentence: text };
+  if (kind === LINK.STORED) return { tone: "quiet", word: "report", sentence: [text, run.ended || run.text].filter(Boolean).join(" ") };
   if (kind === LINK.SIGNED_OUT) {
     return { tone: "bad", word: "signed out", sentence: `Open the link that \`rolloutmq dashboard\` printed: ${text}.` };
   }
@@ -28,7 +28,7 @@ export function standing(store) {
   return { tone: "good", word: "live", sentence: "" };
 }
 
-export function mountHeader(root, { store, actions, run }) {
+export function mountHeader(root, { store, run }) {
   const name = el("h1", { class: "run-name" });
   const badge = el("span", { class: "badge" });
   const age = el("span", { class: "quiet age" });
@@ -46,15 +46,13 @@ export function mountHeader(root, { store, actions, run }) {
   const theme = el("select", { "aria-label": "Colours" }, ...THEMES.map(([value, label]) => el("option", { value, text: label })));
   theme.value = currentTheme();
   theme.addEventListener("change", () => setTheme(theme.value));
-  const end = el("button", { type: "button", class: "small danger", text: "End run …", hidden: true,
-    on: { click: () => actions.confirmDown() } });
   const sentence = el("p", { class: "notice-line", role: "status", hidden: true });
 
   root.append(
     el("div", { class: "header-line" },
       el("span", { class: "brand", text: "RolloutMQ" }), name, badge, age,
       el("span", { class: "progress" }, bar, steps),
-      el("span", { class: "controls" }, zoom, spans, theme, end)),
+      el("span", { class: "controls" }, zoom, spans, theme)),
     sentence);
 
   const draw = () => {
@@ -78,7 +76,6 @@ export function mountHeader(root, { store, actions, run }) {
     if (state.ran_s !== null && state.ran_s !== undefined) parts.push(clock(state.ran_s));
     if (state.life === "living" && state.left_s !== null && state.left_s !== undefined) parts.push(`${clock(state.left_s)} left`);
     setText(steps, "step" in state ? parts.join("  ·  ") : "");
-    show(end, run.isLive && state.life === "living" && !state.read_only);
   };
   store.subscribe(["run", "link"], draw);
   draw();

@@ -39,8 +39,3 @@ export function mountSections(root, sections, context) {
 export function panel(title, ...children) {
   return el("div", { class: "panel" }, el("h3", { text: title }), ...children);
 }
-
-/** Return a sentence for a place that has nothing to show. */
-export function empty(text) {
-  return el("p", { class: "empty", text });
-}

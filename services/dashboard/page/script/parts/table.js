@@ -4,18 +4,24 @@ import { el, reconcile, setAttribute } from "../text/dom.js";
 import { visible } from "../text/visible.js";
 
 /** A table. A column has `title`, `value(row)` for its text, and may have `number` (right aligned), `render(row)` for a
- * node instead, `wide` (hidden on a narrow page), and `tone(row)` for a class. */
+ * node instead, `wide` and `wider` (hidden on a narrow page), and `tone(row)` for a class. */
 export class Table {
   constructor(parent, { caption, columns, key, none = "none" }) {
     this.columns = columns;
     this.key = key;
     this.body = el("tbody");
-    const head = el("tr", {}, ...columns.map((column) => el("th", { scope: "col", class: classOf(column), text: column.title })));
+    const head = el("tr", {}, ...columns.map((column) => el("th", { scope: "col", class: classOf(column) }, column.title || el("span", { class: "sr-only", text: column.said ?? "as a bar" }))));
     this.none = el("p", { class: "empty", text: none, hidden: true });
     this.table = el("table", {}, el("caption", { class: "sr-only", text: caption }), el("thead", {}, head), this.body);
-    this.box = el("div", { class: "table-box", role: "region", "aria-label": caption }, this.table);
+    this.box = el("div", { class: "table-box" }, this.table);
     parent.append(this.box, this.none);
-    new ResizeObserver(() => setAttribute(this.box, "tabindex", this.box.scrollWidth > this.box.clientWidth + 1 ? 0 : null)).observe(this.box);
+    // A box that scrolls is a region that takes the focus, so that the arrow keys scroll it.
+    new ResizeObserver(() => {
+      const isCut = this.box.scrollWidth > this.box.clientWidth + 1;
+      setAttribute(this.box, "tabindex", isCut ? 0 : null);
+      setAttribute(this.box, "role", isCut ? "region" : null);
+      setAttribute(this.box, "aria-label", isCut ? `${caption}, a table that scrolls` : null);
+    }).observe(this.box);
   }
 
   draw(rows) {
@@ -49,7 +55,7 @@ export class Table {
 }
 
 function classOf(column) {
-  return [column.number ? "number" : "", column.wide ? "wide-only" : "", column.mono ? "mono" : "", column.class ?? ""].filter(Boolean).join(" ");
+  return [column.number ? "number" : "", column.wide ? "wide-only" : "", column.wider ? "wider-only" : "", column.mono ? "mono" : "", column.class ?? ""].filter(Boolean).join(" ");
 }
 
 /** Return a bar of a part from 0 to 1, for the eye beside its number. */

@@ -10,19 +10,20 @@ import { plain } from "../text/visible.js";
 const ROW_PX = 28;
 const PAGE = 100;
 const BEYOND = 12;
+const MOST_PX = 460;
 
-export const COLUMNS = [
+const COLUMNS = [
   { name: "worker", title: "Worker", class: "w-name", text: (row) => plain(row.worker, 80) },
   { name: "env", title: "Environment", class: "w-env wide-only", text: (row) => plain(row.env, 60) },
   { name: "state", title: "State", class: "w-state", text: (row) => plain(row.state, 20) },
   { name: "in_hand", title: "In hand", class: "number", text: (row) => count(row.in_hand) },
   { name: "produced", title: "Produced", class: "number", text: (row) => count(row.produced) },
-  { name: "abandoned", title: "Abandoned", class: "number wide-only", text: (row) => count(row.abandoned) },
+  { name: "abandoned", title: "Abandoned", class: "number wide-only wider-only", text: (row) => count(row.abandoned) },
   { name: "blocked_s", title: "Blocked", class: "number wide-only", text: (row) => seconds(row.blocked_s) },
   { name: "silent_s", title: "Silent", class: "number wide-only", text: (row) => (row.silent_s === null ? NONE : `${row.silent_s.toFixed(1)} s`) },
   { name: "age_s", title: "Age", class: "number wide-only", text: (row) => (row.age_s === null ? NONE : stopwatch(row.age_s)) },
-  { name: "restarts", title: "Restarts", class: "number wide-only", text: (row) => count(row.restarts) },
-  { name: "pid", title: "Pid", class: "number wide-only", text: (row) => (row.pid ? String(row.pid) : NONE) },
+  { name: "restarts", title: "Restarts", class: "number wide-only wider-only", text: (row) => count(row.restarts) },
+  { name: "pid", title: "Pid", class: "number wide-only wider-only", text: (row) => (row.pid ? String(row.pid) : NONE) },
   { name: "reason", title: "Trouble", class: "w-reason wide-only", isFixed: true, text: (row) => plain(row.trouble || row.reason, 300) },
 ];
 
@@ -42,8 +43,8 @@ export class WorkerTable {
     this.generation = 0;
     this.message = el("p", { class: "quiet", role: "status" });
     this.head = el("tr", { "aria-rowindex": 1 });
-    this.above = el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", { colspan: COLUMNS.length }));
-    this.below = el("tr", { class: "spacer", "aria-hidden": "true" }, el("td", { colspan: COLUMNS.length }));
+    this.above = el("tr", { class: "spacer", "aria-hidden": "true" }, el("td"));
+    this.below = el("tr", { class: "spacer", "aria-hidden": "true" }, el("td"));
     this.body = el("tbody", {}, this.above, this.below);
     this.table = el("table", { class: "workers" }, el("caption", { class: "sr-only", text: "Workers" }), el("thead", {}, this.head), this.body);
     this.box = el("div", { class: "worker-box", role: "region", tabindex: 0, "aria-label": "Workers, a list that scrolls" }, this.table);
@@ -135,12 +136,14 @@ export class WorkerTable {
   _place(mayAsk) {
     const known = Math.max(this.matching, 0);
     const first = Math.max(0, Math.floor(this.box.scrollTop / ROW_PX) - BEYOND);
-    const last = Math.min(known, first + Math.ceil(this.box.clientHeight / ROW_PX) + 2 * BEYOND);
+    const last = Math.min(known, first + Math.ceil(Math.max(MOST_PX, this.box.clientHeight) / ROW_PX) + 2 * BEYOND);
     if (mayAsk) {
       const pages = new Set([Math.floor(first / PAGE), Math.floor(Math.max(first, last - 1) / PAGE)]);
       for (const page of pages) if (!this.pages.has(page) || this.stale.has(page)) this._fetch(page);
     }
     this._resize(last - first);
+    // No higher than its rows: few workers leave no hole in the page.
+    this.box.style.setProperty("--rows", String(Math.min(known, 1000)));
     this.above.firstChild.style.height = `${first * ROW_PX}px`;
     this.below.firstChild.style.height = `${Math.max(0, known - last) * ROW_PX}px`;
     setAttribute(this.table, "aria-rowcount", known + 1);

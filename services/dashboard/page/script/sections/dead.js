@@ -18,7 +18,7 @@ export const dead = {
   note: (store) => (store.get("dead", {}).count ? count(store.get("dead").count) : ""),
   mount(body, { run, actions }) {
     const message = el("p", { class: "quiet", role: "status" });
-    const all = actionButton(actions, "Requeue all …", "Queue all dead groups again", () => actions.confirm({
+    const all = actionButton(actions, "Requeue all …", "Requeue all dead groups", () => actions.confirm({
       title: "Queue all dead groups again?", text: "Each starts with a delivery count of zero. Groups that cannot be queued stay dead, with the reason.", name: "requeue", body: { all: true }, label: "Requeue all" }));
     const table = letters(body, run, actions);
     const more = el("button", { type: "button", text: "Older ones" });
@@ -66,14 +66,14 @@ function letters(body, run, actions) {
   return new Table(body, {
     caption: "Dead letters, newest first", none: "No group is dead.", key: (row) => `${row.order}\n${row.group_id ?? row.file}`,
     columns: [
-      { title: "Since", class: "numbers nowrap", value: (row) => moment(row.at) },
+      { title: "Since", wide: true, class: "numbers nowrap", value: (row) => moment(row.at) },
       { title: "Group", head: true, mono: true, value: (row) => row.group_id ?? row.file, render: (row) => groupLink(row, run, actions) },
       { title: "Environment", wide: true, value: (row) => row.env ?? NONE, render: (row) => longText(row.env ?? NONE, { limit: 40 }) },
       { title: "Reason", class: "reason", value: (row) => row.damaged || row.reason, render: (row) => longText(row.damaged ? `damaged: ${row.damaged}` : row.reason, { limit: 160 }), tone: (row) => (row.damaged ? "bad" : "") },
       { title: "Sequences", number: true, wide: true, value: (row) => count(row.sequences) },
       { title: "Size", number: true, wide: true, value: (row) => (row.kept === false ? "not kept" : bytes(row.bytes)) },
       { title: "Deliveries", number: true, wide: true, value: (row) => count(row.deliveries) },
-      { title: "Action", class: "action-cell", value: () => "", render: (row) => (row.damaged ? el("span") : actionButton(actions, "Requeue …", `Queue ${plain(row.group_id, 60)} again`, () => requeue(actions, row.group_id))) },
+      { title: "Action", class: "action-cell", value: () => "", render: (row) => (row.damaged ? el("span") : actionButton(actions, "Requeue …", `Requeue ${plain(row.group_id, 60)}`, () => requeue(actions, row.group_id))) },
     ],
   });
 }
@@ -81,7 +81,7 @@ function letters(body, run, actions) {
 function groupLink(row, run, actions) {
   if (!row.group_id) return longText(row.file, { limit: 40 });
   const link = el("button", { type: "button", class: "link mono", "aria-label": `Contents of ${plain(row.group_id, 60)}` }, visible(plain(row.group_id, 40)));
-  link.addEventListener("click", () => showGroup(row.group_id, run, actions));
+  link.addEventListener("click", () => showGroup(row, run, actions));
   return link;
 }
 
@@ -89,7 +89,8 @@ function requeue(actions, id) {
   actions.confirm({ title: `Queue ${plain(id, 60)} again?`, text: "It starts with a delivery count of zero.", name: "requeue", body: { groups: [id] }, label: "Requeue" });
 }
 
-async function showGroup(id, run, actions) {
+async function showGroup(row, run, actions) {
+  const id = row.group_id;
   const { body, close, node } = openDialog(visible(plain(id, 80)), { wide: true });
   const state = el("p", { class: "quiet", role: "status", text: "Reading …" });
   const facts = el("dl", { class: "facts" });
@@ -97,7 +98,7 @@ async function showGroup(id, run, actions) {
   const more = el("button", { type: "button", text: "Further sequences", hidden: true });
   const rest = el("div");
   body.append(state, facts, list, el("div", { class: "buttons" }, more,
-    actionButton(actions, "Requeue …", `Queue ${plain(id, 60)} again`, () => {
+    actionButton(actions, "Requeue …", `Requeue ${plain(id, 60)}`, () => {
       close();
       requeue(actions, id);
     })), rest);
@@ -105,7 +106,7 @@ async function showGroup(id, run, actions) {
   const load = async () => {
     let found;
     try {
-      found = await run.deadGroup(id, next, SEQUENCES);
+      found = await run.deadGroup(row, next, SEQUENCES);
     } catch (error) {
       setText(state, plain(error.message, 400));
       state.className = "bad";

@@ -21,7 +21,7 @@ export const findings = {
       none: "No finding: rewards look healthy, or no batch has shown anything yet.",
       key: (row) => `${row.env}\n${row.finding}\n${row.at}`,
       columns: [
-        { title: "Since", value: (row) => moment(row.at), class: "numbers nowrap" },
+        { title: "Since", wide: true, value: (row) => moment(row.at), class: "numbers nowrap" },
         { title: "Environment", head: true, value: (row) => row.env, render: (row) => longText(row.env, { limit: 60 }) },
         { title: "Finding", class: "reason", value: (row) => row.problem, render: (row) => longText(row.problem, { limit: 300 }), tone: (row) => (row.finding === "solved" ? "good" : "warn") },
         { title: "What to do", class: "reason", value: (row) => row.remedy, render: (row) => longText(row.remedy, { limit: 300 }) },

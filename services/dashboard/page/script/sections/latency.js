@@ -21,7 +21,7 @@ const PERCENTILES = [
   { title: "p50", number: true, value: (row) => duration(row, row.p50_s) },
   { title: "p95", number: true, value: (row) => duration(row, row.p95_s) },
   { title: "p99", number: true, value: (row) => duration(row, row.p99_s) },
-  { title: "p99.9", number: true, wide: true, value: (row) => duration(row, row.p999_s) },
+  { title: "p99.9", number: true, wider: true, value: (row) => duration(row, row.p999_s) },
 ];
 
 const keyOf = (row) => [row.hop, row.env, row.split, row.engine, row.route, row.status, row.name].join("\n");
@@ -54,7 +54,7 @@ export const latency = {
         { title: "To", head: true, value: (row) => plain([row.engine, row.route].filter(Boolean).join(" ") || row.env || NONE, 80) },
         { title: "Status", value: (row) => row.status || "no answer", tone: (row) => (row.status?.startsWith("2") ? "" : "warn") }, ...PERCENTILES,
         { title: "Rate", number: true, value: (row) => rate(row.per_s) },
-        { title: "Tokens", number: true, wide: true, value: (row) => (row.tokens_per_s ? rate(row.tokens_per_s) : NONE) },
+        { title: "Tokens", number: true, wider: true, value: (row) => (row.tokens_per_s ? rate(row.tokens_per_s) : NONE) },
       ],
     });
     const grid = el("div", { class: "grid" });

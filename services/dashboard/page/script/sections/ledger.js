@@ -27,7 +27,7 @@ export const ledger = {
         { title: "Groups", number: true, value: (row) => count(row.groups) },
         { title: "Share", number: true, value: (row) => (row.isBeside ? "" : percent(row.part, 1)) },
         { title: "", class: "bar-cell", value: (row) => row.part.toFixed(3), render: (row) => bar(row.part) },
-        { title: "", wide: true, class: "quiet", value: (row) => row.text },
+        { title: "", said: "meaning", wide: true, class: "quiet", value: (row) => row.text },
       ],
     });
     const reasonRoom = el("div");

@@ -83,9 +83,9 @@ function gpuTable(room, actions) {
       { title: "State", value: (row) => (row.cordoned ? `cordoned: ${row.reason || (row.causes ?? []).join(", ")}` : row.state === "ok" ? "in use" : `${row.state}: ${row.why}`),
         tone: (row) => (row.cordoned ? "warn" : row.state === "ok" || !row.state ? "" : "bad") },
       { title: "Busy", number: true, value: (row) => (row.utilisation_percent === null ? NONE : `${fixed(row.utilisation_percent, 0)} %`) },
-      { title: "", wide: true, class: "bar-cell", value: (row) => fixed(row.utilisation_percent, 0), render: (row) => bar((row.utilisation_percent ?? 0) / 100) },
+      { title: "", wider: true, class: "bar-cell", value: (row) => fixed(row.utilisation_percent, 0), render: (row) => bar((row.utilisation_percent ?? 0) / 100) },
       { title: "Memory", number: true, value: (row) => `${bytes(row.memory_used_bytes)} of ${bytes(row.memory_total_bytes)}` },
-      { title: "", wide: true, class: "bar-cell", value: (row) => part(row.memory_used_bytes, row.memory_total_bytes).toFixed(2), render: (row) => bar(part(row.memory_used_bytes, row.memory_total_bytes)) },
+      { title: "", wider: true, class: "bar-cell", value: (row) => part(row.memory_used_bytes, row.memory_total_bytes).toFixed(2), render: (row) => bar(part(row.memory_used_bytes, row.memory_total_bytes)) },
       { title: "Temperature", number: true, wide: true, value: (row) => (row.temperature_c === null ? NONE : `${fixed(row.temperature_c, 0)} °C`) },
       { title: "Workers", wide: true, value: (row) => (row.holders ?? []).join(", ") || NONE, render: (row) => longText((row.holders ?? []).join(", ") || NONE, { limit: 60 }) },
       { title: "Action", class: "action-cell", value: (row) => String(row.cordoned), render: (row) => gpuButton(actions, row), renew: (button, row) => {
@@ -123,8 +123,8 @@ function engineTable(room) {
       { title: "State", value: (row) => (row.trouble ? row.trouble : row.draining ? "draining" : "serving"), tone: (row) => (row.trouble ? "bad" : row.draining ? "warn" : ""), render: (row) => longText(row.trouble || (row.draining ? "draining" : "serving"), { limit: 120 }) },
       { title: "In hand", number: true, value: (row) => count(row.in_hand) },
       { title: "Busy", number: true, value: (row) => percent(row.busy) },
-      { title: "", wide: true, class: "bar-cell", value: (row) => (row.busy ?? 0).toFixed(2), render: (row) => bar(row.busy) },
-      { title: "Address", wide: true, mono: true, value: (row) => plain(row.url, 60) },
+      { title: "", wider: true, class: "bar-cell", value: (row) => (row.busy ?? 0).toFixed(2), render: (row) => bar(row.busy) },
+      { title: "Address", wider: true, mono: true, value: (row) => plain(row.url, 60) },
     ],
   });
 }

@@ -21,7 +21,7 @@ function pressureTone(queue) {
 const TILES = [
   { title: "Rollout pressure", needs: "queue", value: ({ queue }) => fixed(queue.rollout_pressure), unit: "batches",
     note: ({ queue }) => (queue.low === undefined ? "" : `target ${figure(queue.low, 2)} to ${figure(queue.high, 2)}`), tone: ({ queue }) => pressureTone(queue) },
-  { title: "Reward", value: ({ reward }) => figure(reward), note: () => `mean of the last ${REWARD_STEPS} points` },
+  { title: "Reward", value: ({ reward }) => figure(reward), note: () => `mean of ${REWARD_STEPS} points` },
   { title: "Staleness", value: ({ queue }) => count(queue.staleness_max), unit: ({ queue }) => `of ${count(queue.staleness_bound)}`,
     note: () => "steps, largest so far", tone: ({ queue }) => (queue.staleness_max > queue.staleness_bound ? "bad" : "") },
   { title: "Produced", value: ({ queue }) => rate(queue.produced_per_s), note: () => "sequences" },

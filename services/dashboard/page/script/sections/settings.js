@@ -7,7 +7,7 @@ import { el, setText, show } from "../text/dom.js";
 import { plain } from "../text/visible.js";
 
 /** Return a typed text as the value that `rolloutmq set` would send: a number, true or false, else the text. */
-export function valueOf(text) {
+function valueOf(text) {
   const trimmed = text.trim();
   if (trimmed === "") throw new Error("The value is empty.");
   if (trimmed === "true" || trimmed === "false") return trimmed === "true";
@@ -18,7 +18,7 @@ export const settings = {
   id: "settings",
   title: "Settings and actions",
   needs: ["settings", "run", "link"],
-  mount(body, { actions }) {
+  mount(body, { actions, run }) {
     const grid = el("div", { class: "grid" });
     const refusal = el("p", { class: "quiet" });
     const room = el("div");
@@ -37,8 +37,9 @@ export const settings = {
         } },
       ],
     });
-    const other = actionButton(actions, "Set another key …", "Set a live setting by its key", () => change(actions, null));
-    grid.append(panel("Live settings", refusal, room, el("div", { class: "buttons" }, other)), panel("Sent from this page", actions.mountLog()));
+    const other = actionButton(actions, "Set another key …", "Set another key", () => change(actions, null));
+    grid.append(panel("Live settings", refusal, room, el("div", { class: "buttons" }, other)));
+    if (run.isLive) grid.append(panel("Sent from this page", actions.mountLog()));
     body.append(grid);
     return (store) => {
       table.draw(store.list("settings"));

@@ -15,7 +15,8 @@ export function count(value) {
 export function figure(value, digits = 3) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-4 || size >= 1e9)) return value.toExponential(Math.max(0, digits - 1));
+  if (size === 0) return "0";
+  if (size < 1e-4 || size >= 1e9) return value.toExponential(Math.max(0, digits - 1));
   const whole = size < 1 ? 0 : Math.floor(Math.log10(size));
   const decimals = Math.max(0, Math.min(6, digits - 1 - whole));
   return new Intl.NumberFormat("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }).format(value);

@@ -17,7 +17,7 @@ const HIDDEN = new RegExp(
 const STACKED = /(\p{M}{4})\p{M}+/gu;
 
 /** Return the name of a hidden character, as in `ESC` or `U+202E`. */
-export function nameOf(char) {
+function nameOf(char) {
   const code = char.codePointAt(0);
   if (code < 32) return NAMES[code];
   if (code === 127) return "DEL";
@@ -45,7 +45,7 @@ export function plain(value, limit = 200) {
 }
 
 /** Return the first `limit` units of a text, never half of a surrogate pair; an ellipsis stands for the rest. */
-export function cut(text, limit) {
+function cut(text, limit) {
   return text.length <= limit ? text : `${head(text, limit)}…`;
 }
 
