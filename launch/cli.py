@@ -438,12 +438,19 @@ def report(
     picture: Annotated[
         Path | None, typer.Option(help="Also draw the run to this file (.png).", show_default=False)
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the run's page to this file (.html), to open without a server.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print the result of a run, and compare produced with trained groups; its directory stays as it is."""
     from rolloutmq.launch.commands import steer
 
-    raise typer.Exit(steer.report(to_read(run, run_dir), as_json=as_json, picture=picture))
+    raise typer.Exit(steer.report(to_read(run, run_dir), as_json=as_json, picture=picture, page=page))
 
 
 @app.command(rich_help_panel=INSPECT)

@@ -352,10 +352,21 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
     return 0
 
 
-def report(run_dir: Path, *, as_json: bool, picture: Path | None = None) -> int:
-    """Print the result of a run and produced against trained groups; return the exit code. See `print_report`."""
+def report(run_dir: Path, *, as_json: bool, picture: Path | None = None, page: Path | None = None) -> int:
+    """Print the result of a run and produced against trained groups; return the exit code. See `print_report`.
+
+    Args:
+        run_dir: The run directory.
+        as_json: Print JSON.
+        picture: File to draw the run to (.png), if any.
+        page: File to write the page of the run to (.html), if any.
+    """
     config, layout = read_run(run_dir)
     require_own_records(layout)
+    if page is not None:
+        from rolloutmq.services.dashboard.page.report import write_page
+
+        write_page(run_dir, page)
     with reader_may_leave():
         print_report(config, layout, as_json=as_json, picture=picture)
     return 0
