@@ -1,5 +1,4 @@
-"""The whole configuration of a run: `[run]`, `[model]`, `[weights]`, `[telemetry]`, `[dashboard]`, and the rules between
-sections."""
+"""The whole configuration of a run: `[run]`, `[model]`, `[weights]`, `[telemetry]`, `[dashboard]`; rules of several."""
 
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self

@@ -30,7 +30,8 @@ from rolloutmq.services.dashboard.dead_letters import DeadLetters
 from rolloutmq.services.dashboard.page_files import INDEX, PageFiles
 from rolloutmq.services.dashboard.run_files import REMOVED
 from rolloutmq.services.dashboard.sessions import LIFE_S, Sessions
-from rolloutmq.services.dashboard.watch import STREAMS_LIMIT, Watch, encoded_json
+from rolloutmq.services.dashboard.stream import encoded_json
+from rolloutmq.services.dashboard.watch import STREAMS_LIMIT, Watch
 from rolloutmq.services.http_server.access import HttpAccess
 
 logger = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class DashboardApp:
         self._page = page or PageFiles()
         self._dead = DeadLetters(layout)
         self._one_letter = asyncio.Lock()
-        self._in_hand = 0
+        self._in_hand = self._streams = 0
         self._asked_at = time.monotonic()
         self.watch = Watch(layout)
         self._routes: dict[str, tuple[str, Handler]] = {
@@ -229,7 +230,7 @@ class DashboardApp:
             return _json(msgspec.json.encode(streams.history_since(self.watch.update(), cursor)))
 
     async def _events(self, request: web.Request) -> Reply:
-        if len(self.watch.streams) >= STREAMS_LIMIT:
+        if self._streams >= STREAMS_LIMIT:
             raise _RefusalError(503, "too_many", f"{STREAMS_LIMIT} pages are open; close one")
         response = web.StreamResponse(
             headers={
@@ -241,6 +242,7 @@ class DashboardApp:
         await response.prepare(request)
         if request.method == "HEAD":
             return response
+        self._streams += 1
         try:
             await _send(response, streams.opening())
             async with self.watch.stream() as stream:
@@ -252,6 +254,8 @@ class DashboardApp:
         except (ConnectionError, TimeoutError):
             if request.transport is not None:
                 request.transport.abort()
+        finally:
+            self._streams -= 1
         return response
 
     async def _workers(self, request: web.Request) -> Reply:

@@ -6,6 +6,7 @@ between, and costs no more memory than a fast one.
 
 import asyncio
 from collections.abc import Mapping
+from json import dumps
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -79,11 +80,11 @@ class Stream:
             events.append(_event(b"state", b'{"full":%b,"sections":{%b}}' % (whole, parts)))
             self._pending, self._is_whole = {}, False
         if self._has_series():
-            events.append(_event(b"history", msgspec.json.encode(self._history())))
+            events.append(_event(b"history", encoded_json(self._history())))
         if self._update.ended != self._ended:
             self._ended = self._update.ended
             if self._ended:
-                events.append(_event(b"end", msgspec.json.encode({"text": self._ended})))
+                events.append(_event(b"end", encoded_json({"text": self._ended})))
         return b"".join(events)
 
     def _has_series(self) -> bool:
@@ -104,6 +105,14 @@ def history_since(update: Update, cursor: tuple[int, int] | None) -> dict[str, A
         "reset": not is_known,
         "series": update.series.since(since),
     }
+
+
+def encoded_json(value: Any) -> bytes:
+    """Return JSON, also of text that no encoding has: a path may be any bytes."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return dumps(value).encode()
 
 
 def opening() -> bytes:

@@ -10,10 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from json import dumps
 from typing import Any, Final
-
-import msgspec
 
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.transport.event_feed import EventFeed
@@ -25,7 +22,7 @@ from rolloutmq.services.dashboard.record.record_file import RecordFile
 from rolloutmq.services.dashboard.record.run_record import RunRecord
 from rolloutmq.services.dashboard.run_files import REMOVED, RunFiles, read_config, read_files
 from rolloutmq.services.dashboard.state import Reading, Shown, sections
-from rolloutmq.services.dashboard.stream import Stream, Update
+from rolloutmq.services.dashboard.stream import Stream, Update, encoded_json
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.report.history import History
 from rolloutmq.services.monitor.status.worker_view import (
@@ -308,14 +305,6 @@ class Watch:
 def _compared(row: WorkerRow) -> tuple[Any, ...]:
     """Return what makes a row another one: not the times that pass for all."""
     return (row.worker, row.state, row.pid, row.in_hand, row.produced, row.abandoned, row.reason, row.crashes)
-
-
-def encoded_json(value: Any) -> bytes:
-    """Return JSON, also of text that no encoding has: a path may be any bytes."""
-    try:
-        return msgspec.json.encode(value)
-    except UnicodeEncodeError:
-        return dumps(value).encode()
 
 
 def joined_sections(encoded: dict[str, bytes]) -> bytes:

@@ -38,6 +38,8 @@ STEPS_KEPT: Final = 64
 """Last events of training that a view begins with."""
 SUBJECTS_LIMIT: Final = 4096
 """Most subjects whose last event is kept, such as processes and GPUs; and most findings."""
+TEXT_CHARS: Final = 2000
+"""Longest text of a decision."""
 HOP_WINDOW_S: Final = 5.0
 """Time whose durations make one point of the percentiles of a hop."""
 _KIND: Final = re.compile(rb'"kind":"([a-z_]{1,40})"')
@@ -245,7 +247,7 @@ class RunRecord:
                 self._tell(line.t, line.env, f"finding {line.finding}: {line.problem}")
 
     def _tell(self, t: float, env: str, text: str) -> None:
-        self.decisions.append({"at": t, "env": env, "text": text})
+        self.decisions.append({"at": t, "env": env, "text": text[:TEXT_CHARS]})
 
     def training(self) -> list[history.Event]:
         """Return the last events of training, the findings, and the last points and curricula, in order."""

@@ -68,16 +68,20 @@ class Browser:
         assert answer.status == 200, answer
         return answer.json
 
-    def stream(self, timeout_s: float = TIMEOUT_S) -> "Stream":
-        """Open the stream of events."""
-        return Stream(self, timeout_s)
+    def stream(self, timeout_s: float = TIMEOUT_S, buffer_bytes: int = 0) -> "Stream":
+        """Open the stream of events, with a small buffer of the kernel for a slow reader."""
+        return Stream(self, timeout_s, buffer_bytes)
 
 
 class Stream:
     """Events of one stream, for `with`."""
 
-    def __init__(self, browser: Browser, timeout_s: float) -> None:
-        self.socket = socket.create_connection(("127.0.0.1", browser.port), timeout_s)
+    def __init__(self, browser: Browser, timeout_s: float, buffer_bytes: int) -> None:
+        self.socket = socket.socket()
+        self.socket.settimeout(timeout_s)
+        if buffer_bytes:
+            self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        self.socket.connect(("127.0.0.1", browser.port))
         head = (
             f"GET /api/events HTTP/1.1\r\nHost: 127.0.0.1:{browser.port}\r\nCookie: {browser.cookie}\r\n\r\n"
         )
