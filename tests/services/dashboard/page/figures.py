@@ -24,6 +24,7 @@ def state(workers: int = 24) -> dict[str, Any]:
             "notice": "",
             "read_only": False,
             "read_only_why": "",
+            "reward": 0.871,
             "step": STEPS,
             "total_steps": 300,
             "steps_per_s": 1.24,

@@ -89,10 +89,11 @@ def test_a_run_that_is_over_is_said_to_be(
 ) -> None:
     browser.open(played.link)
     browser.until_text(".badge", "live")
-    ended = "the run in /runs/quickstart has ended: 300 steps"
+    ended = "the trainer is done"
     over = {
         **played.state["run"],
         "life": life,
+        "text": f"it is over: {ended}",
         "ended": ended,
         "read_only": True,
         "read_only_why": "The run has ended.",

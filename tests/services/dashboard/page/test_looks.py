@@ -23,7 +23,7 @@ SECTIONS = (
     "decisions",
     "settings",
 )
-PICTURES = os.environ.get("ROLLOUTMQ_PICTURES")
+LOOKS = os.environ.get("ROLLOUTMQ_LOOKS")
 """Folder for pictures of the whole page, to look at."""
 
 
@@ -59,8 +59,8 @@ def test_the_page_is_whole_and_for_everybody(
     assert len(drawn) >= 8
     assert min(drawn) > 200
     assert browser.js("return document.documentElement.scrollWidth") <= width
-    if PICTURES:
-        browser.picture(Path(PICTURES) / f"{width}-{scheme}.png")
+    if LOOKS:
+        browser.picture(Path(LOOKS) / f"{width}-{scheme}.png")
     assert "\n".join(browser.violations()) == ""
     assert browser.complaints() == []
 

@@ -53,7 +53,7 @@ export class Chart {
   /** Draw series, each with its `times` and `values`. */
   draw(series) {
     const shown = series.filter((one) => one.times.length > 0);
-    const shape = JSON.stringify(shown.map((one) => [one.label, one.scale ?? "y", one.dash ?? 0, Boolean(one.points)]));
+    const shape = JSON.stringify(shown.map((one) => [one.label, one.scale ?? "y", one.dash ?? 0, Boolean(one.points), one.values.length < 2]));
     this.series = shown;
     show(this.none, shown.length === 0);
     show(this.canvas, shown.length > 0);
@@ -96,7 +96,7 @@ export class Chart {
     }
     const series = [{}, ...this.series.map((one, at) => seriesOf(one, at, !this.hidden.has(one.label)))];
     this.plot = new window.uPlot({
-      width, height: this.height, scales, axes, series, legend: { show: false }, padding: [8, 8, 0, 0],
+      width, height: this.height, scales, axes, series, legend: { show: false }, padding: [8, 20, 0, 0],
       cursor: { sync: { key: "run" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 } },
       hooks: {
         drawAxes: [(plot) => this._shade(plot, shade)],

@@ -13,7 +13,7 @@ const LIVES = { ended: "finished", dead: "launcher killed", absent: "not running
 function standing(store) {
   const { kind, text } = store.link;
   const run = store.get("run", {});
-  if (kind === LINK.STORED) return { tone: "quiet", word: "report", sentence: [text, run.ended || run.text].filter(Boolean).join(" ") };
+  if (kind === LINK.STORED) return { tone: "quiet", word: "report", sentence: [text, run.ended ? `The run has ended: ${run.ended}.` : run.text].filter(Boolean).join(" ") };
   if (kind === LINK.SIGNED_OUT) {
     return { tone: "bad", word: "signed out", sentence: `Open the link that \`rolloutmq dashboard\` printed: ${text}.` };
   }
@@ -21,7 +21,7 @@ function standing(store) {
   if (kind === LINK.LOST) return { tone: "bad", word: "disconnected", sentence: `Values are old: ${text}.` };
   if (kind === LINK.STALE) return { tone: "warn", word: "stale", sentence: `Values are old: ${text}.` };
   if (run.life in LIVES) {
-    const why = run.ended || store.ended || run.text || "";
+    const why = run.life === "ended" && run.ended ? `The run has ended: ${run.ended}.` : run.text || store.ended || "";
     return { tone: run.life === "ended" ? "done" : "bad", word: LIVES[run.life], sentence: why };
   }
   if (run.silent_s > 0) return { tone: "warn", word: "stale", sentence: `The broker has been silent for ${clock(run.silent_s)}.` };

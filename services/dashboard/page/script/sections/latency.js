@@ -19,7 +19,7 @@ function duration(row, value) {
 
 const PERCENTILES = [
   { title: "p50", number: true, value: (row) => duration(row, row.p50_s) },
-  { title: "p95", number: true, value: (row) => duration(row, row.p95_s) },
+  { title: "p95", number: true, wide: true, value: (row) => duration(row, row.p95_s) },
   { title: "p99", number: true, value: (row) => duration(row, row.p99_s) },
   { title: "p99.9", number: true, wider: true, value: (row) => duration(row, row.p999_s) },
 ];
@@ -62,7 +62,10 @@ export const latency = {
     way.classList.add("whole");
     grid.append(way);
     const chart = new Chart(grid, { title: "Median of each hop", axes: { y: { min: 0, unit: (value) => seconds(value) } }, none: "no latency measured yet" });
-    grid.append(panel("Calls and requests", calls));
+    chart.node.classList.add("whole");
+    const others = panel("Calls and requests", calls);
+    others.classList.add("whole");
+    grid.append(others);
     body.append(grid);
 
     let last = null;

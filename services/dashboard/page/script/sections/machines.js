@@ -84,7 +84,7 @@ function gpuTable(room, actions) {
         tone: (row) => (row.cordoned ? "warn" : row.state === "ok" || !row.state ? "" : "bad") },
       { title: "Busy", number: true, value: (row) => (row.utilisation_percent === null ? NONE : `${fixed(row.utilisation_percent, 0)} %`) },
       { title: "", wider: true, class: "bar-cell", value: (row) => fixed(row.utilisation_percent, 0), render: (row) => bar((row.utilisation_percent ?? 0) / 100) },
-      { title: "Memory", number: true, value: (row) => `${bytes(row.memory_used_bytes)} of ${bytes(row.memory_total_bytes)}` },
+      { title: "Memory", number: true, wide: true, value: (row) => `${bytes(row.memory_used_bytes)} of ${bytes(row.memory_total_bytes)}` },
       { title: "", wider: true, class: "bar-cell", value: (row) => part(row.memory_used_bytes, row.memory_total_bytes).toFixed(2), render: (row) => bar(part(row.memory_used_bytes, row.memory_total_bytes)) },
       { title: "Temperature", number: true, wide: true, value: (row) => (row.temperature_c === null ? NONE : `${fixed(row.temperature_c, 0)} °C`) },
       { title: "Workers", wide: true, value: (row) => (row.holders ?? []).join(", ") || NONE, render: (row) => longText((row.holders ?? []).join(", ") || NONE, { limit: 60 }) },

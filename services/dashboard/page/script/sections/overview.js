@@ -4,14 +4,6 @@ import { el, setAttribute, setText } from "../text/dom.js";
 import { bytes, clock, count, figure, fixed, percent, rate } from "../text/format.js";
 import { plain } from "../text/visible.js";
 
-const REWARD_STEPS = 10;
-
-function lastReward(store) {
-  const columns = store.only("steps");
-  const known = (columns?.reward ?? []).filter((value) => value !== null).slice(-REWARD_STEPS);
-  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : null;
-}
-
 function pressureTone(queue) {
   const value = queue.rollout_pressure;
   if (value === null || value === undefined || queue.low === undefined) return "";
@@ -21,7 +13,7 @@ function pressureTone(queue) {
 const TILES = [
   { title: "Rollout pressure", needs: "queue", value: ({ queue }) => fixed(queue.rollout_pressure), unit: "batches",
     note: ({ queue }) => (queue.low === undefined ? "" : `target ${figure(queue.low, 2)} to ${figure(queue.high, 2)}`), tone: ({ queue }) => pressureTone(queue) },
-  { title: "Reward", value: ({ reward }) => figure(reward), note: () => `mean of ${REWARD_STEPS} points` },
+  { title: "Reward", value: ({ state }) => figure(state.reward), note: () => "mean of the last steps" },
   { title: "Staleness", value: ({ queue }) => count(queue.staleness_max), unit: ({ queue }) => `of ${count(queue.staleness_bound)}`,
     note: () => "steps, largest so far", tone: ({ queue }) => (queue.staleness_max > queue.staleness_bound ? "bad" : "") },
   { title: "Produced", value: ({ queue }) => rate(queue.produced_per_s), note: () => "sequences" },
@@ -43,7 +35,7 @@ function activity(store) {
 export const overview = {
   id: "overview",
   title: "Overview",
-  needs: ["run", "queue", "waits", "environments", "worker_counts", "problems", "trainer_trouble", "history", "evaluation"],
+  needs: ["run", "queue", "waits", "environments", "worker_counts", "problems", "trainer_trouble"],
   mount(body) {
     const alerts = el("ul", { class: "alerts", "aria-label": "Problems" });
     const why = el("p", { class: "why" });
@@ -61,7 +53,7 @@ export const overview = {
       setText(why, text);
       const environments = store.list("environments").filter((one) => one.split === "train" && one.target !== null && one.target !== undefined);
       const facts = {
-        state: store.get("run", {}), queue: store.get("queue", {}), counts: store.get("worker_counts", {}), reward: lastReward(store),
+        state: store.get("run", {}), queue: store.get("queue", {}), counts: store.get("worker_counts", {}),
         target: environments.length ? environments.reduce((sum, one) => sum + one.target, 0) : null,
       };
       for (const { node, parts, value, unit, note, tone } of tiles) {
