@@ -346,8 +346,8 @@ def dashboard(
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to bind, 0 for a free one.", min=0, max=65535)] = 0,
 ) -> None:
-    """Serve a page that watches and steers a run in a browser, and print its link."""
-    from rolloutmq.launch.commands.dashboard.serve import dashboard as serve
+    """Serve the page of a run for a browser, and print its link."""
+    from rolloutmq.launch.commands.dashboard import dashboard as serve
 
     raise typer.Exit(serve(to_read(run, run_dir), host, port))
 

@@ -33,7 +33,6 @@ from rolloutmq.bus.files import private_fd
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.event_feed import EventFeed
-from rolloutmq.launch.commands.dashboard.on_demand import PageOnDemand, page_of
 from rolloutmq.launch.end_notice import cause_of, end_notice, failure_report
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight.checks import check
@@ -46,6 +45,7 @@ from rolloutmq.schemas.files import EndNotice, RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.services.dashboard.on_demand import PageOnDemand, page_of
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave

@@ -83,7 +83,7 @@ def gateway_service(run_dir: RunDirOption) -> None:
 
 @app.command("serve-dashboard", rich_help_panel=SERVICE, hidden=True)
 def dashboard_service(run_dir: RunDirOption) -> None:
-    """Run the server of the page, on the socket of a launcher."""
+    """Run the server of the page, on the socket of its launcher."""
     raise typer.Exit(service_process.dashboard(run_dir))
 
 

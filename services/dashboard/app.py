@@ -27,9 +27,9 @@ from rolloutmq.services.dashboard import stream as streams
 from rolloutmq.services.dashboard.actions import ACTIONS, Actions, words_of
 from rolloutmq.services.dashboard.crew import SORTS, page_of
 from rolloutmq.services.dashboard.dead_letters import DeadLetters
+from rolloutmq.services.dashboard.entry.sessions import LIFE_S, Sessions
 from rolloutmq.services.dashboard.page_files import INDEX, PageFiles
 from rolloutmq.services.dashboard.run_files import REMOVED
-from rolloutmq.services.dashboard.sessions import LIFE_S, Sessions
 from rolloutmq.services.dashboard.stream import encoded_json
 from rolloutmq.services.dashboard.watch import STREAMS_LIMIT, Watch
 from rolloutmq.services.http_server.access import HttpAccess

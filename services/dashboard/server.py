@@ -19,9 +19,9 @@ from rolloutmq.schemas.address import is_loopback
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, UsageError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.dashboard.app import DashboardApp
-from rolloutmq.services.dashboard.handover import opened
+from rolloutmq.services.dashboard.entry.handover import opened
+from rolloutmq.services.dashboard.entry.sessions import Sessions, link
 from rolloutmq.services.dashboard.run_files import read_config
-from rolloutmq.services.dashboard.sessions import Sessions, link
 from rolloutmq.services.http_server.access import HttpAccess, names_of
 from rolloutmq.services.http_server.listening import serving
 from rolloutmq.services.http_server.sockets import bound_socket

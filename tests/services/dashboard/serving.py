@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.services.dashboard.browser import Browser
 
+from rolloutmq.services.dashboard.entry.sessions import Sessions
 from rolloutmq.services.dashboard.server import bind, link_of, serve
-from rolloutmq.services.dashboard.sessions import Sessions
 from rolloutmq.services.process.runner import Stop
 
 

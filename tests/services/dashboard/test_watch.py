@@ -23,7 +23,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.dashboard import app
-from rolloutmq.services.dashboard.sessions import Sessions
+from rolloutmq.services.dashboard.entry.sessions import Sessions
 from rolloutmq.services.dashboard.watch import STREAMS_LIMIT
 
 WAIT_S = 60.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolloutmq.services.dashboard.sessions import LIFE_S, Sessions, link
+from rolloutmq.services.dashboard.entry.sessions import LIFE_S, Sessions, link
 
 
 def test_a_token_is_exchanged_once() -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.services.dashboard.sessions import Sessions
+from rolloutmq.services.dashboard.entry.sessions import Sessions
 
 _LIMIT_BYTES: Final = 4096
 

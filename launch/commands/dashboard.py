@@ -11,8 +11,8 @@ from rolloutmq.bus.lifecycle import signals
 from rolloutmq.schemas.address import is_loopback
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import printable
+from rolloutmq.services.dashboard.entry.sessions import Sessions
 from rolloutmq.services.dashboard.server import bind, link_of, serve
-from rolloutmq.services.dashboard.sessions import Sessions
 from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.process.runner import Stop

@@ -5,7 +5,7 @@ import os
 import msgspec
 import pytest
 
-from rolloutmq.services.dashboard.handover import Secrets, create, opened
+from rolloutmq.services.dashboard.entry.handover import Secrets, create, opened
 
 
 def test_the_next_server_knows_that_the_token_was_used() -> None:

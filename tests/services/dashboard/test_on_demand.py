@@ -16,11 +16,11 @@ import pytest
 from tests.services.dashboard.browser import Browser
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.launch.commands.dashboard import on_demand
-from rolloutmq.launch.commands.dashboard.on_demand import PageOnDemand, page_of
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.services.dashboard import on_demand
+from rolloutmq.services.dashboard.on_demand import PageOnDemand, page_of
 from rolloutmq.services.process.identity import find_marked
 
 WAIT_S = 60.0
@@ -148,7 +148,7 @@ def test_an_orphan_ends_once_nobody_looks(config: RunConfig) -> None:
         "import asyncio, sys\n"
         "from pathlib import Path\n"
         "from rolloutmq.bus.rundir import read_run\n"
-        "from rolloutmq.launch.commands.dashboard.on_demand import page_of\n"
+        "from rolloutmq.services.dashboard.on_demand import page_of\n"
         "config, layout = read_run(Path(sys.argv[1]))\n"
         "async def main():\n"
         f"    with page_of(config, layout, {MARKER!r}) as page:\n"

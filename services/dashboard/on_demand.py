@@ -22,10 +22,10 @@ from rolloutmq.schemas.errors import OutputFailedError, ResourceError, UsageErro
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import shell_word
 from rolloutmq.schemas.process import ProcessSpec, Role, python_command
-from rolloutmq.services.dashboard import handover
-from rolloutmq.services.dashboard.handover import Secrets
+from rolloutmq.services.dashboard.entry import handover
+from rolloutmq.services.dashboard.entry.handover import Secrets
+from rolloutmq.services.dashboard.entry.sessions import KEY_BYTES
 from rolloutmq.services.dashboard.server import LISTEN_FD, SECRETS_FD, bind, link_of
-from rolloutmq.services.dashboard.sessions import KEY_BYTES
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.process.child import Process, spawn
 

@@ -1,1 +1,0 @@
-"""The page of a run: served by a command, or by `up` at the first look."""
