@@ -8,8 +8,8 @@ export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers test-data \
-	test-export test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench bench-rewards \
-	bench-scaling bench-rivals accept newest reference notebook lock clean
+	test-export test-dashboard test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench \
+	bench-rewards bench-scaling bench-rivals accept newest reference notebook lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
 PIP := -m pip install --disable-pip-version-check --no-deps
@@ -83,6 +83,11 @@ test-vllm: $(VENV)/.installed .venv-vllm/.installed ## real vLLM against forward
 test-transformers4: $(VENV)/.installed .venv-transformers4/.installed ## tokenizers, read by the version before
 	$(BIN)/python -m pytest -m rival tests/trainer/policy/test_tokenizer.py
 
+test-dashboard: $(VENV)/.installed .venv-browser/.installed ## the page of a run in a real Chromium, which is the system's
+	@command -v chromium chromium-browser google-chrome >/dev/null && command -v chromedriver >/dev/null || \
+		echo "no Chromium with its driver, so these tests are skipped: apt-get install chromium chromium-driver"
+	.venv-browser/bin/python -m pytest -m rival tests/services/dashboard/page
+
 test-install: $(VENV)/.installed .venv-build/.installed ## the release, installed by pip on each Python and tried there
 	$(PYTEST) --override-ini=faulthandler_timeout=0 -m rival tests/house/distribution # each has a limit of its own
 
@@ -149,6 +154,16 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	$(PYTHON) -m venv .venv-build
 	.venv-build/bin/python $(LOCKED) requirements/build.txt
 	.venv-build/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
+	touch $@
+
+# The driver of a browser, and the checker of accessibility: npm compares it with the hash of its lock file.
+.venv-browser/.installed: pyproject.toml requirements/browser.txt tests/services/dashboard/page/package-lock.json
+	$(PYTHON) -m venv .venv-browser
+	.venv-browser/bin/python $(LOCKED) requirements/browser.txt
+	$(call install_package,.venv-browser)
+	.venv-browser/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
+	cp tests/services/dashboard/page/package.json tests/services/dashboard/page/package-lock.json .venv-browser
+	cd .venv-browser && PATH="$$PWD/bin:$$PATH" npm ci --ignore-scripts --no-audit --no-fund
 	touch $@
 
 # vLLM alone: what runs in it of this package it finds by a link, see services/inference/vllm.
@@ -227,6 +242,6 @@ reference: $(VENV)/.installed ## the pages of docs/reference that are made from 
 
 clean:
 	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-verifiers .venv-verifiers04 .venv-export .venv-transformers4 \
-		.venv-build .venv-vllm .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
+		.venv-build .venv-vllm .venv-browser .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -341,6 +341,19 @@ def top(run_dir: ReadArgument = None, run: ReadOption = None) -> None:
 
 
 @app.command(rich_help_panel=INSPECT)
+def dashboard(
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to bind, 0 for a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Serve the page of a run for a browser, and print its link."""
+    from rolloutmq.launch.commands.dashboard import dashboard as serve
+
+    raise typer.Exit(serve(to_read(run, run_dir), host, port))
+
+
+@app.command(rich_help_panel=INSPECT)
 def logs(
     name: Annotated[
         str,
@@ -426,12 +439,19 @@ def report(
     picture: Annotated[
         Path | None, typer.Option(help="Also draw the run to this file (.png).", show_default=False)
     ] = None,
+    page: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write the run's page to this file (.html), to open without a server.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print the result of a run, and compare produced with trained groups; its directory stays as it is."""
     from rolloutmq.launch.commands import steer
 
-    raise typer.Exit(steer.report(to_read(run, run_dir), as_json=as_json, picture=picture))
+    raise typer.Exit(steer.report(to_read(run, run_dir), as_json=as_json, picture=picture, page=page))
 
 
 @app.command(rich_help_panel=INSPECT)

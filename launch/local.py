@@ -45,6 +45,7 @@ from rolloutmq.schemas.files import EndNotice, RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Role
 from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.services.dashboard.on_demand import PageOnDemand, page_of
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
@@ -136,9 +137,12 @@ def up(config: RunConfig, options: UpOptions) -> int:
         if found.sources:
             write_json(layout.hub, found.sources)
         write_json(layout.config, config)
-        with _listener(config, layout, as_json=options.as_json) as listener:
+        with (
+            _listener(config, layout, as_json=options.as_json) as listener,
+            page_of(config, layout, token, as_json=options.as_json) as page,
+        ):
             view = make_view(config, plain=options.plain, as_json=options.as_json)
-            launcher = Launcher(config, layout, token, view, listener, options)
+            launcher = Launcher(config, layout, token, view, listener, options, page)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(launcher.run()).code
 
@@ -184,8 +188,10 @@ class Launcher:
         view: LiveView | PlainView,
         listener: socket.socket | None = None,
         options: UpOptions = UpOptions(),
+        page: PageOnDemand | None = None,
     ) -> None:
         self._config = config
+        self._page = page
         self._options = options
         self._listener = listener
         self._layout = layout
@@ -226,13 +232,16 @@ class Launcher:
         with self._view:
             async with self._supervisor, asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch(self._layout, self._view, shown), name="view")
-                rotation = tasks.create_task(self._rotation().run(), name="logs")
+                beside = [tasks.create_task(self._rotation().run(), name="logs")]
+                if self._page is not None:
+                    beside.append(tasks.create_task(self._page.run(), name="page"))
                 for spec in plan(self._config, self._layout, sys.executable):
                     self._roles[spec.name] = spec.role
                     self._supervisor.start(self._with_listener(spec))
                 ending = await self._ended(stop)
                 await self._stop(ending.reason)
-                rotation.cancel()
+                for task in beside:
+                    task.cancel()
                 shown.set()
         end_marked(f"{self._token}/")
         return Ending(EXIT_INTERRUPTED, "killed by a second signal") if self._killed else ending

@@ -76,6 +76,13 @@ def gateway(run_dir: Path) -> int:
     return main(run_dir)
 
 
+def dashboard(run_dir: Path) -> int:
+    """Run the server of the page, on the socket of a launcher."""
+    with gc_paused():
+        from rolloutmq.services.dashboard.server import main
+    return main(run_dir)
+
+
 def trainer(run_dir: Path, rank: int | str = 0) -> int:
     """Run one rank of the trainer, from 0 to `trainer.ranks` - 1."""
     with gc_paused():
@@ -92,6 +99,7 @@ STARTS: Final[dict[str, Callable[..., int]]] = {
     "curriculum": curriculum,
     "worker": worker,
     "serve-gateway": gateway,
+    "serve-dashboard": dashboard,
     "trainer": trainer,
 }
 

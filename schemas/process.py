@@ -38,6 +38,7 @@ class Role(StrEnum):
     GATEWAY = "gateway"
     TEACHER = "teacher"
     CURRICULUM = "curriculum"
+    DASHBOARD = "dashboard"
     LAUNCHER = "launcher"
 
 

@@ -64,6 +64,8 @@ ANSWER_S: Final = 5.0
 """Longest wait for the broker's reply to a command."""
 LAST_LINES: Final = 200
 """Most lines of a detached command that are searched for its error."""
+PAGE: Final = "dashboard http"
+"""Beginning of the line of a run with the link to its page."""
 START_S: Final = 120.0
 """Longest wait for the broker of a detached run. The trial of its environments may take half of it."""
 LOOK_S: Final = 0.05
@@ -184,6 +186,8 @@ def detach(config: RunConfig, arguments: Sequence[str]) -> int:
         if launcher is not None and launcher.pid == child.pid and layout.endpoints.exists():
             child.returncode = 0  # the run continues; nobody waits for it here
             _say(f"started {root} as process {child.pid}; output in {output}")
+            if link := next((one for one in last_lines(output, LAST_LINES) if one.startswith(PAGE)), ""):
+                _say(link)
             return 0
         time.sleep(LOOK_S)
     _say(f"not ready after {START_S:.0f} s; output in {output}")
@@ -352,10 +356,21 @@ def set_values(run_dir: Path, assignments: Sequence[str]) -> int:
     return 0
 
 
-def report(run_dir: Path, *, as_json: bool, picture: Path | None = None) -> int:
-    """Print the result of a run and produced against trained groups; return the exit code. See `print_report`."""
+def report(run_dir: Path, *, as_json: bool, picture: Path | None = None, page: Path | None = None) -> int:
+    """Print the result of a run and produced against trained groups; return the exit code. See `print_report`.
+
+    Args:
+        run_dir: The run directory.
+        as_json: Print JSON.
+        picture: File to draw the run to (.png), if any.
+        page: File to write the page of the run to (.html), if any.
+    """
     config, layout = read_run(run_dir)
     require_own_records(layout)
+    if page is not None:
+        from rolloutmq.services.dashboard.page.report import write_page
+
+        write_page(run_dir, page)
     with reader_may_leave():
         print_report(config, layout, as_json=as_json, picture=picture)
     return 0

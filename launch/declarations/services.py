@@ -81,6 +81,12 @@ def gateway_service(run_dir: RunDirOption) -> None:
     raise typer.Exit(service_process.gateway(run_dir))
 
 
+@app.command("serve-dashboard", rich_help_panel=SERVICE, hidden=True)
+def dashboard_service(run_dir: RunDirOption) -> None:
+    """Run the server of the page, on the socket of its launcher."""
+    raise typer.Exit(service_process.dashboard(run_dir))
+
+
 @app.command(rich_help_panel=SERVICE)
 def trainer(
     run_dir: RunDirOption,

@@ -1,4 +1,4 @@
-"""The whole configuration of a run: `[run]`, `[model]`, `[weights]`, `[telemetry]`, and the rules between sections."""
+"""The whole configuration of a run: `[run]`, `[model]`, `[weights]`, `[telemetry]`, `[dashboard]`; rules of several."""
 
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
@@ -141,6 +141,16 @@ class TelemetryConfig(Section):
         return self
 
 
+class DashboardConfig(Section):
+    """`[dashboard]`: the page of a run in a browser. `up` prints its link, which opens it once."""
+
+    enabled: bool = True
+    """Listen for the page while the run goes on, on loopback. Its server starts when somebody opens the link, and ends
+    when nobody looks. `rolloutmq dashboard RUN` serves the page of any run, also with this off."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port of the page, 0 for any free one. If another process uses it, the run goes on without its page."""
+
+
 class RunConfig(Section):
     """The whole configuration of a run."""
 
@@ -160,6 +170,7 @@ class RunConfig(Section):
     telemetry: TelemetryConfig = TelemetryConfig.default()
     hardware: HardwareConfig = HardwareConfig.default()
     gateway: GatewayConfig = GatewayConfig.default()
+    dashboard: DashboardConfig = DashboardConfig.default()
     health: HealthConfig = HealthConfig.default()
     base_dir: Path = Path()
     """Directory of the configuration file; `file.py:Class` entries are relative to it. Set by the loader."""

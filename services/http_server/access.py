@@ -17,7 +17,7 @@ import os
 import re
 import socket
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -96,7 +96,7 @@ class HttpAccess:
         return Refused(401, "authorization: no valid token; send `Authorization: Bearer TOKEN`")
 
     def _is_ours(self, host: str) -> bool:
-        name = _name_of(host)
+        name = _host_name(host)
         if not name or "." not in name or self.hosts & {name, ANY} or name.endswith(".localhost"):
             return True
         try:
@@ -182,12 +182,16 @@ def access_of(run: RunConfig, host: str, origins: tuple[str, ...] = (), remedy: 
     Raises:
         ConfigError: There is no token in `run.http_token_file`.
     """
-    names = {socket.gethostname(), host, *run.run.http_hosts}
-    ours = frozenset(name.lower() for name in names if name)
+    ours = names_of(host, run.run.http_hosts)
     return HttpAccess(ours, frozenset(origins), http_token(run), remedy or HttpAccess.remedy)
 
 
-def _name_of(host: str) -> str:
+def names_of(host: str, known: Iterable[str] = ()) -> frozenset[str]:
+    """Return the names of a server besides those that are always good: this machine's, the bound one, known ones."""
+    return frozenset(name.lower() for name in (socket.gethostname(), host, *known) if name)
+
+
+def _host_name(host: str) -> str:
     """Return the name in a `Host` header, without port and brackets."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.rstrip(".")

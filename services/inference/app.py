@@ -23,13 +23,14 @@ from rolloutmq.schemas.errors import RetryableError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess, access_of
+from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.http_server.request_latencies import count_tokens
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
 from rolloutmq.services.inference.jobs import Job
 from rolloutmq.services.inference.openai import requests, responses, tokenize
 from rolloutmq.services.inference.openai.requests import ApiError, ChatRequest, Limits, TextRequest
 from rolloutmq.services.inference.sampling import Sampling
-from rolloutmq.services.inference.server import Handler, application, listening, port_before, replied
+from rolloutmq.services.inference.server import Handler, application, port_before, replied
 from rolloutmq.services.inference.token_api.requests import token_job, token_request
 from rolloutmq.services.inference.token_api.responses import token_response
 from rolloutmq.services.inference.tokenizer import TextTokenizer

@@ -1,11 +1,9 @@
-"""HTTP server of a model: listening socket, routes, and errors in OpenAI's format."""
+"""HTTP server of a model: routes, and errors in OpenAI's format."""
 
 import asyncio
-import errno
 import logging
-import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -15,11 +13,10 @@ import msgspec
 from aiohttp import web
 
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.schemas.errors import AddressInUseError, ClosedError, RetryableError
+from rolloutmq.schemas.errors import ClosedError, RetryableError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.services.http_server.access import HttpAccess, Refused, split_token
 from rolloutmq.services.http_server.request_latencies import RequestLatencies
-from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.inference.openai import requests, responses
 from rolloutmq.services.inference.openai.requests import ApiError
 from rolloutmq.services.process.latency_recorder import LatencyRecorder
@@ -30,9 +27,6 @@ RETRY_AFTER_S: Final = 1
 """Value of `Retry-After` for responses with status 503, in seconds."""
 BODY_S: Final = 30.0
 """Time for the body of a request, in seconds."""
-KEEP_ALIVE_S: Final = 75.0
-"""Time for the headers of a request, from the beginning of its connection or the last response, in seconds."""
-BACKLOG: Final = 1024
 
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
@@ -117,49 +111,6 @@ def _denial(denied: Refused) -> web.Response:
 
 def replied(body: bytes, status: int = 200, kind: str = "application/json") -> web.Response:
     return web.Response(body=body, status=status, content_type=kind)
-
-
-@asynccontextmanager
-async def listening(app: web.Application, host: str, port: int, before: int | None) -> AsyncIterator[int]:
-    """Listen for the duration of the block, and yield the port.
-
-    Args:
-        port: Port, or 0 for any.
-        before: Preferred port if `port` is 0.
-
-    Raises:
-        AddressInUseError: Another process uses the port.
-    """
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,
-        shutdown_timeout=1.0,
-        keepalive_timeout=KEEP_ALIVE_S,
-    )
-    await runner.setup()
-    try:
-        wanted = [port] if port else [before, 0] if before else [0]
-        for candidate in wanted:
-            try:
-                await _listen(runner, bound_socket(host, candidate))
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or candidate == 0:
-                    raise
-        else:
-            raise AddressInUseError(f"{host}:{port}")
-        yield int(runner.addresses[0][1])
-    finally:
-        await runner.cleanup()
-
-
-async def _listen(runner: web.AppRunner, bound: socket.socket) -> None:
-    try:
-        await web.SockSite(runner, bound, backlog=BACKLOG).start()
-    except OSError:
-        bound.close()
-        raise
 
 
 def port_before(address: Path) -> int | None:

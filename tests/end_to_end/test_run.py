@@ -295,7 +295,8 @@ def test_a_detached_run_is_looked_at_steered_and_ended(tmp_path: Path) -> None:
             assert time.monotonic() < deadline
 
     run_dir = tmp_path / "run"
-    rolloutmq("up", str(scenario.QUICKSTART), "--detach", "--run-dir", str(run_dir))
+    told = rolloutmq("up", str(scenario.QUICKSTART), "--detach", "--run-dir", str(run_dir))
+    assert "\ndashboard http://127.0.0.1:" in told
     try:
         until(lambda: len(ready()) == 2)
         rolloutmq("scale", "sort3", "3", "--run-dir", str(run_dir))

@@ -27,7 +27,15 @@ def test_the_package_holds_nothing_else() -> None:
 
 def test_every_promised_target_can_be_made() -> None:
     trainers = ("test-trl", "test-skyrl", "test-verl", "test-verifiers", "test-data", "test-export")
-    rivals = ("test-atropos", *trainers, "test-install", "test-transferqueue", "test-vllm", "quickstart-vllm")
+    rivals = (
+        "test-atropos",
+        *trainers,
+        "test-dashboard",
+        "test-install",
+        "test-transferqueue",
+        "test-vllm",
+        "quickstart-vllm",
+    )
     tests = ("test", "test-extended", "test-all")
     for target in (
         "quickstart",
@@ -59,6 +67,7 @@ def test_every_promised_target_can_be_made() -> None:
         "test-export",
         "test-transformers4",
         "test-install",
+        "test-dashboard",
         "test-vllm",
     ]
 

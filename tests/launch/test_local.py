@@ -6,6 +6,7 @@ The processes are stand-ins of a few lines that signal their launcher: this proc
 import asyncio
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -404,8 +405,9 @@ def test_for_a_program_each_line_is_json_and_the_last_one_the_end(
     run.add(Role.TRAINER, "time.sleep(0.1)")
     assert run.up("gateway.enabled=true", "gateway.port=0", as_json=True) == 0
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [one["event"] for one in told[:2]] == ["serving", "progress"]
+    assert [one["event"] for one in told[:3]] == ["serving", "dashboard", "progress"]
     assert told[0]["url"].startswith("http://127.0.0.1:")
-    assert (told[1]["step"], told[1]["reward"], told[1]["workers"]) == (0, None, {})
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+/#token=[\w-]{43}", told[1]["url"])
+    assert (told[2]["step"], told[2]["reward"], told[2]["workers"]) == (0, None, {})
     assert (told[-1]["event"], told[-1]["summary"]["ended"]) == ("end", "the trainer is done")
-    assert {one["event"] for one in told} <= {"serving", "progress", "notice", "end"}
+    assert {one["event"] for one in told} <= {"serving", "dashboard", "progress", "notice", "end"}

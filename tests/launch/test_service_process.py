@@ -32,7 +32,7 @@ def test_every_process_of_a_plan_is_started_by_it(tmp_path: Path) -> None:
     specs = plan(RunConfig.model_validate(about), RunLayout(tmp_path), "python")
     names = {spec.argv[4] for spec in specs}
     assert {spec.argv[:4] for spec in specs} == {("python", "-P", "-m", "rolloutmq.launch.service_process")}
-    assert names | {"worker"} == service_process.STARTS.keys()
+    assert names | {"worker", "serve-dashboard"} == service_process.STARTS.keys()
 
 
 @pytest.mark.parametrize("name", ["logging", "types"])

@@ -152,27 +152,33 @@ class DeadLetterStore:
 
         A file of another version is a problem like any other: it may lie beside the letters of a living broker.
         """
-        for path in sorted(self._directory.glob("*.rmq"), key=lambda path: (len(path.stem), path.stem)):
-            order = int(path.stem) if path.stem.isdecimal() else 0
-            try:
-                with open_regular(path) as file:
-                    nbytes = os.fstat(file.fileno()).st_size
-                    head = file.read(HEAD_BYTES)
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                yield DeadEntry(order, path, 0, None, str(error))
-                continue
-            try:
-                require_version(head, path)
-            except RecordVersionError as error:
-                yield DeadEntry(order, path, nbytes, None, str(error))
-                continue
-            letter = _letter(scan(head, sealed=False), order)
-            if isinstance(letter, str):
-                yield DeadEntry(order, path, nbytes, None, letter)
-            else:
-                yield DeadEntry(order, path, nbytes, letter)
+        for path in self.paths():
+            if (entry := self.entry(path)) is not None:
+                yield entry
+
+    def paths(self) -> list[Path]:
+        """Return every file by its order."""
+        return sorted(self._directory.glob("*.rmq"), key=lambda path: (len(path.stem), path.stem))
+
+    def entry(self, path: Path) -> DeadEntry | None:
+        """Return one file without the contents; None if it is gone."""
+        order = int(path.stem) if path.stem.isdecimal() else 0
+        try:
+            with open_regular(path) as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                head = file.read(HEAD_BYTES)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return DeadEntry(order, path, 0, None, str(error))
+        try:
+            require_version(head, path)
+        except RecordVersionError as error:
+            return DeadEntry(order, path, nbytes, None, str(error))
+        letter = _letter(scan(head, sealed=False), order)
+        if isinstance(letter, str):
+            return DeadEntry(order, path, nbytes, None, letter)
+        return DeadEntry(order, path, nbytes, letter)
 
     def remove(self, order: int) -> None:
         """Remove a group's file, if there is one."""

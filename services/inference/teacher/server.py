@@ -37,12 +37,13 @@ from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.distillation import TEACH_PATH, TeachReply, TeachRequest
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess, access_of
+from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.inference.app import first
 from rolloutmq.services.inference.batcher import Batcher
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
 from rolloutmq.services.inference.openai import responses
 from rolloutmq.services.inference.openai.requests import ApiError
-from rolloutmq.services.inference.server import Handler, application, listening, port_before, replied
+from rolloutmq.services.inference.server import Handler, application, port_before, replied
 from rolloutmq.services.inference.teacher.scoring import (
     ScoreRequest,
     TeacherLimits,

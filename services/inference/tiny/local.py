@@ -23,8 +23,8 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess
+from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.inference.openai.requests import Limits
-from rolloutmq.services.inference.server import listening
 from rolloutmq.services.inference.tiny.generate import Generator
 from rolloutmq.services.inference.tiny.policy import ServedPolicy, end_ids
 from rolloutmq.services.inference.tiny.server import TinyServer

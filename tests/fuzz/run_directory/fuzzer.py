@@ -8,6 +8,7 @@ this package.
 import asyncio
 import contextlib
 import io
+import json
 import random
 import tempfile
 import time
@@ -48,6 +49,11 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.io.line_log import LineLog
 from rolloutmq.services.broker.snapshots import memory_snapshot
+from rolloutmq.services.dashboard.record.record_file import RecordFile
+from rolloutmq.services.dashboard.record.run_record import RunRecord
+from rolloutmq.services.dashboard.run_files import read_config, read_files
+from rolloutmq.services.dashboard.state import Reading, Shown, sections
+from rolloutmq.services.dashboard.stream import encoded_json
 from rolloutmq.services.gateway import server as gateway_server
 from rolloutmq.services.gateway.atropos_wire import RegisterEnv
 from rolloutmq.services.gateway.in_doubt import InDoubt
@@ -55,9 +61,10 @@ from rolloutmq.services.gateway.registry import Registry
 from rolloutmq.services.gateway.service import registrations_of
 from rolloutmq.services.http_server.access import http_token
 from rolloutmq.services.inference import server as inference_server
+from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.report.bias_table import table
-from rolloutmq.services.monitor.report.history import read_history
+from rolloutmq.services.monitor.report.history import History, read_history
 from rolloutmq.services.monitor.report.metrics import read_metrics
 from rolloutmq.services.monitor.report.summary import read_trainer_log, summarise
 from rolloutmq.services.monitor.status import gpus, waits, worker_view
@@ -328,6 +335,26 @@ def _weights(layout: RunLayout) -> None:
     address.sweep(layout.weights)
 
 
+def _paged(layout: RunLayout) -> None:
+    """Be the page of the run: it shows whatever can be read, so it has no error at all."""
+    now, wall = time.monotonic(), time.time()
+    try:
+        record, config = RunRecord(), read_config(layout.root)
+        file = RecordFile(layout.metrics, record.take, lambda: None)
+        while not file.apply(file.fetch()):
+            continue
+        board = RunState("run", 0, 0.5, 2.0, {}) if isinstance(config, str) else RunState.of(config)
+        found = read_files(layout, now, wall, None)
+        board.recall(History(found.ran_s, wall, tuple(record.training())), now)
+        for at, event in record.state():
+            board.feed(event, now - max(0.0, wall - at))
+        crew = worker_view.joined(found.supervision, None, now)
+        shown = Shown("run", config, board, found, record, Reading(), crew, 1, {})
+        json.loads(encoded_json([sections(shown, now, wall), record.series.since(-1)]))
+    except (OSError, RolloutMQError) as error:
+        raise AssertionError(error) from error
+
+
 JSON: Final = (msgspec.DecodeError,)
 TABLE: Final = (
     Readers("config.json", (), (lambda one: read_run(one.root), lambda one: load_run(one.root))),
@@ -361,6 +388,7 @@ TABLE: Final = (
     Readers("dropped.jsonl", (), (_summary, lambda one: list(explain.notes(one, "d")))),
     Readers("metrics.jsonl", (), (lambda one: read_metrics(one.metrics), _summary, _appended)),
     Readers("metrics.jsonl", (), (read_history, read_lately)),
+    Readers("*.json*", (), (_paged,)),
     Readers("decisions.jsonl", (ValueError,), (_decisions,)),
     Readers("saved.rmq", (), (_restored,)),
     Readers("spools/*", (), (_spooled,)),

@@ -37,9 +37,12 @@ PROCESSES = frozenset(
         "worker",
         "trainer",
         "serve-gateway",
+        "serve-dashboard",
     }
 )
 """Processes of a run, which require its name."""
+SERVERS = frozenset({"dashboard"})
+"""Commands that serve until a signal; they have tests of their own."""
 WITHOUT_JSON = frozenset({"top", "logs", "tail"})
 """Watching commands: a view, the output of a process, and lines that are JSON always."""
 
@@ -148,7 +151,7 @@ def ended(root: Path) -> RunLayout:
 
 
 def test_the_table_has_every_command() -> None:
-    assert COMMANDS.keys() == TABLE.keys() | WITHOUT_RUN | PROCESSES
+    assert COMMANDS.keys() == TABLE.keys() | WITHOUT_RUN | PROCESSES | SERVERS
 
 
 def test_every_command_names_its_run_in_one_way() -> None:

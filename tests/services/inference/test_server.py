@@ -9,9 +9,10 @@ import pytest
 from aiohttp import web
 
 from rolloutmq.services.http_server.access import HttpAccess
+from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.http_server.request_latencies import count_tokens
 from rolloutmq.services.inference import server
-from rolloutmq.services.inference.server import application, listening, replied
+from rolloutmq.services.inference.server import application, replied
 from rolloutmq.services.process.latency_recorder import LatencyRecorder
 
 TOKEN = "0123456789abcdef"

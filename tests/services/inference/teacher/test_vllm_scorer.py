@@ -15,8 +15,8 @@ from rolloutmq.bus.tokenizer_fingerprint import fingerprint
 from rolloutmq.schemas.config.distillation import DistillationConfig, TeacherConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
+from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.inference.openai.requests import ApiError
-from rolloutmq.services.inference.server import listening
 from rolloutmq.services.inference.teacher.scoring import ScoreRequest
 from rolloutmq.services.inference.teacher.vllm_scorer import VllmScorer
 from rolloutmq.services.inference.vllm.client import EngineFailedError

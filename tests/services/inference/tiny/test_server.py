@@ -33,7 +33,7 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.files import InferenceAddress, RunLayout
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess
-from rolloutmq.services.inference.server import listening
+from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.inference.tiny.policy import ServedPolicy
 from rolloutmq.services.inference.tiny.server import TinyServer, serve
 from rolloutmq.services.process.runner import Stop

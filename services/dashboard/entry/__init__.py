@@ -1,0 +1,1 @@
+"""Who may open the page: the link, its token, and the cookies."""

@@ -1,0 +1,135 @@
+"""Lines of the record, as far as the series need their fields: a pressure of a thousand workers is passed over quickly.
+
+A figure that is not finite is null in JSON.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.evaluation import EnvironmentScores
+from rolloutmq.schemas.wire.latency import LatencyRow
+
+Number = float | None
+
+
+class Line(msgspec.Struct, frozen=True):
+    """Fields of every line: wall clock of its arrival, and its topic."""
+
+    t: float
+    topic: str = ""
+
+
+class LaneLine(msgspec.Struct, frozen=True):
+    """One lane of a pressure."""
+
+    env: str
+    producers: int = 0
+
+
+class PressureLine(Line, frozen=True):
+    """State of the broker, without the single workers. Sums of seconds grow since the start of the broker, `epoch`."""
+
+    epoch: int = 0
+    rollout_pressure: Number = None
+    queued_sequences: Number = None
+    produced_per_s: Number = None
+    consumed_per_s: Number = None
+    starved_s: float = 0.0
+    trainer_waits_s: dict[str, float] = {}
+    producer_waits_s: dict[str, float] = {}
+    worker_states: dict[str, int] = {}
+    lanes: tuple[LaneLine, ...] = ()
+
+    @property
+    def producers(self) -> int:
+        """Number of producers, at least one."""
+        return max(1, sum(lane.producers for lane in self.lanes))
+
+
+class ScoresLine(msgspec.Struct, frozen=True):
+    """Scores of one environment in a batch."""
+
+    env: str
+    mean: Number = None
+    low: Number = None
+    high: Number = None
+
+
+class StepLine(Line, frozen=True):
+    """A step, as the trainer or the broker reported it, or a batch that was none."""
+
+    incarnation: int = 0
+    step: int = 0
+    stepped: bool = True
+    reward: Number = None
+    tokens: float = 0.0
+    staleness_max: Number = None
+    staleness_mean: Number = None
+    loss: Number = None
+    scores: tuple[ScoresLine, ...] = ()
+
+
+class DecisionLine(Line, frozen=True):
+    """Decision about the workers of an environment, or about the engines."""
+
+    env: str = "inference"
+    current: int = 0
+    target: int = 0
+    reason: str = ""
+
+
+class EvaluationLine(Line, frozen=True):
+    """One point of the evaluation."""
+
+    version: PolicyVersion = PolicyVersion()
+    all: EnvironmentScores = EnvironmentScores()
+
+
+class LatencyLine(Line, frozen=True):
+    """Latencies that one process measured."""
+
+    rows: tuple[LatencyRow, ...] = ()
+
+
+class GpuLine(Line, frozen=True):
+    """One GPU."""
+
+    uuid: str = ""
+    utilisation_percent: Number = None
+    memory_used_bytes: Number = None
+
+
+class StandingLine(Line, frozen=True):
+    """Cordon of a GPU, as the orchestrator has it."""
+
+    uuid: str = ""
+    name: str = ""
+    causes: tuple[str, ...] = ()
+    reason: str = ""
+
+
+class FindingLine(Line, frozen=True):
+    """A finding about the rewards of an environment, or its end."""
+
+    env: str = ""
+    finding: str = ""
+    problem: str = ""
+    ended: bool = False
+
+
+LINES: Final[Mapping[str, type[Any]]] = {
+    "pressure": PressureLine,
+    "step_done": StepLine,
+    "batch_settled": StepLine,
+    "scale_decision": DecisionLine,
+    "engine_decision": DecisionLine,
+    "evaluation_done": EvaluationLine,
+    "latency_sample": LatencyLine,
+    "gpu_sample": GpuLine,
+    "gpu_standing": StandingLine,
+    "health_finding": FindingLine,
+}
+"""Type of the lines of each kind that series and decisions are made of."""

@@ -1,0 +1,74 @@
+"""An aiohttp application on a listening socket, with the limits of every HTTP server of a run."""
+
+import errno
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from aiohttp import web
+
+from rolloutmq.schemas.errors import AddressInUseError
+from rolloutmq.services.http_server.sockets import bound_socket
+
+KEEP_ALIVE_S: Final = 75.0
+"""Time for the headers of a request, from the beginning of its connection or the last response, in seconds."""
+BACKLOG: Final = 1024
+
+
+@asynccontextmanager
+async def listening(app: web.Application, host: str, port: int, before: int | None) -> AsyncIterator[int]:
+    """Listen for the duration of the block, and yield the port.
+
+    Args:
+        port: Port, or 0 for any.
+        before: Preferred port if `port` is 0.
+
+    Raises:
+        AddressInUseError: Another process uses the port.
+        OSError: The address cannot be bound.
+    """
+    async with _set_up(app) as runner:
+        wanted = [port] if port else [before, 0] if before else [0]
+        for candidate in wanted:
+            try:
+                await _listen(runner, bound_socket(host, candidate))
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or candidate == 0:
+                    raise
+        else:
+            raise AddressInUseError(f"{host}:{port}")
+        yield int(runner.addresses[0][1])
+
+
+@asynccontextmanager
+async def serving(app: web.Application, bound: socket.socket) -> AsyncIterator[int]:
+    """Serve on a bound socket for the duration of the block, which closes it; yield the port."""
+    async with _set_up(app) as runner:
+        await _listen(runner, bound)
+        yield int(runner.addresses[0][1])
+
+
+@asynccontextmanager
+async def _set_up(app: web.Application) -> AsyncIterator[web.AppRunner]:
+    runner = web.AppRunner(
+        app,
+        access_log=None,
+        handler_cancellation=True,
+        shutdown_timeout=1.0,
+        keepalive_timeout=KEEP_ALIVE_S,
+    )
+    await runner.setup()
+    try:
+        yield runner
+    finally:
+        await runner.cleanup()
+
+
+async def _listen(runner: web.AppRunner, bound: socket.socket) -> None:
+    try:
+        await web.SockSite(runner, bound, backlog=BACKLOG).start()
+    except OSError:
+        bound.close()
+        raise

@@ -1,0 +1,101 @@
+"""The page at three widths, light and dark: whole, without a complaint of the browser, and for everybody."""
+
+import os
+from pathlib import Path
+
+import pytest
+from tests.services.dashboard.page.browser import Browser
+from tests.services.dashboard.page.played_server import PlayedServer
+
+pytestmark = pytest.mark.rival
+SECTIONS = (
+    "overview",
+    "findings",
+    "flow",
+    "learning",
+    "waits",
+    "latency",
+    "environments",
+    "workers",
+    "machines",
+    "ledger",
+    "dead",
+    "decisions",
+    "settings",
+)
+LOOKS = os.environ.get("ROLLOUTMQ_LOOKS")
+"""Folder for pictures of the whole page, to look at."""
+
+
+def draw_all(browser: Browser, width: int, scheme: str) -> int:
+    """Show the whole page at once, so that every section is drawn; return its height."""
+    height = int(browser.js("return document.documentElement.scrollHeight"))
+    for _ in range(3):
+        browser.look(width, height, scheme)
+        browser.js("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        grown = int(browser.js("return document.documentElement.scrollHeight"))
+        if grown == height:
+            break
+        height = grown
+    return height
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 1024, 390])
+def test_the_page_is_whole_and_for_everybody(
+    browser: Browser, played: PlayedServer, width: int, scheme: str
+) -> None:
+    browser.look(width, 900, scheme)
+    browser.open(played.link)
+    browser.until_text(".badge", "live")
+    draw_all(browser, width, scheme)
+    browser.until_text("#workers .worker-box", "add2-0")
+    browser.until_text("#dead", "4 dead groups")
+    for section in SECTIONS:
+        assert len(browser.text(f"#{section} .section-body")) > 20, section
+    drawn = browser.js(
+        "return [...document.querySelectorAll('.chart-canvas')].map((n) => n.querySelector('canvas')?.width ?? 0)"
+    )
+    assert len(drawn) >= 8
+    assert min(drawn) > 200
+    assert browser.js("return document.documentElement.scrollWidth") <= width
+    if LOOKS:
+        browser.picture(Path(LOOKS) / f"{width}-{scheme}.png")
+    assert "\n".join(browser.violations()) == ""
+    assert browser.complaints() == []
+
+
+def test_the_switch_of_colours_holds_against_the_system(browser: Browser, played: PlayedServer) -> None:
+    def back() -> str:
+        return str(browser.js("return getComputedStyle(document.documentElement).backgroundColor"))
+
+    browser.look(1440, 900, "light")
+    browser.open(played.link)
+    browser.until_text(".badge", "live")
+    light = back()
+    pick = (
+        "const s = document.querySelector('select[aria-label=Colours]');"
+        "s.value = arguments[0]; s.dispatchEvent(new Event('change'))"
+    )
+    browser.js(pick, "dark")
+    dark = back()
+    assert dark != light
+    browser.driver.refresh()
+    browser.until_text(".badge", "live")
+    assert back() == dark
+    browser.js(pick, "auto")
+    assert back() == light
+    assert browser.complaints() == []
+
+
+def test_a_chart_tells_its_data_without_its_picture(browser: Browser, played: PlayedServer) -> None:
+    browser.open(played.link)
+    browser.until_text("#flow .legend", "ready workers")
+    said = browser.js("return document.querySelector('#flow [role=img]').getAttribute('aria-label')")
+    assert "ready workers: last 22, lowest 4, highest 22" in said
+    browser.click("#flow details summary")
+    browser.until_text("#flow details table", "ready workers")
+    assert (
+        browser.js("return document.querySelectorAll('#flow details')[0].querySelectorAll('tbody tr').length")
+        > 15
+    )
