@@ -15,7 +15,7 @@ from rolloutmq.schemas.wire.control import Pressure, WorkerState
 from rolloutmq.schemas.wire.telemetry import EngineSample, GpuSample
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.report import evaluation
-from rolloutmq.services.monitor.status import curricula, gpus, waits
+from rolloutmq.services.monitor.status import counts, curricula, gpus, waits
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, target_text, trouble_text
 from rolloutmq.services.monitor.text import figures, format
 
@@ -169,10 +169,7 @@ def queue_line(board: RunState, pressure: Pressure) -> Text:
         gauge(board, value, style),
         Text(f" {value:.2f} ", style=f"bold {style}"),
         f"batches ({board.low:g} to {board.high:g})",
-        Text(
-            f" · {pressure.queued_groups} groups · {format.portion(held, pressure.high_bytes)}",
-            style=QUIET,
-        ),
+        Text(f" · {counts.queued(pressure)} · {format.portion(held, pressure.high_bytes)}", style=QUIET),
     )
 
 
@@ -217,10 +214,10 @@ def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
 
 
 def _activity(board: RunState, now: float) -> Text:
-    counts = board.counts(now)
-    if counts[WorkerState.READY]:
+    states = board.counts(now)
+    if states[WorkerState.READY]:
         return Text("rolling out", style="green")
-    return Text(", ".join(f"{count} {state}" for state, count in counts.items()) or "none", style=QUIET)
+    return Text(", ".join(f"{count} {state}" for state, count in states.items()) or "none", style=QUIET)
 
 
 def _trainer_line(board: RunState, pressure: Pressure, now: float) -> Text:
@@ -309,11 +306,12 @@ def _most_relevant(crew: Sequence[WorkerRow], count: int) -> list[WorkerRow]:
 def ledger_lines(pressure: Pressure) -> list[Text]:
     """Return the ledger, and the counts beside it that need attention."""
     ledger = pressure.ledger
-    rows = [_row("groups", format.accounts(ledger, short=True) + format.for_evaluation(pressure.lanes))]
+    lines = counts.lines(pressure, short=True)
+    rows = [_row("" if number else "groups", line) for number, line in enumerate(lines)]
     extra = {"rewound": ledger.rewound, "lost before accept": ledger.lost_before_accept}
     if any(extra.values()):
-        counts = (f"{what} {count}" for what, count in extra.items() if count)
-        rows.append(_row("", Text(" · ".join(counts), style="yellow")))
+        parts = (f"{what} {count}" for what, count in extra.items() if count)
+        rows.append(_row("", Text(" · ".join(parts), style="yellow")))
     return rows
 
 

@@ -1,12 +1,11 @@
 """Number formats: bytes, durations, ledger counts, bars and sparklines. Plain text without colour."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts
-from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.control import LedgerCounts
 
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 UNITS: Final = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
@@ -82,9 +81,3 @@ def accounts(ledger: LedgerCounts, *, short: bool = False) -> str:
     }
     held = (f"{place} {count}" for place, count in places.items() if count)
     return f"accepted {ledger.accepted} = " + (" + ".join(held) or "0")
-
-
-def for_evaluation(lanes: Iterable[LaneStatus]) -> str:
-    """Return how many of the accepted groups were for evaluation, as the end of a ledger; empty if none were."""
-    count = sum(lane.accepted_groups for lane in lanes if lane.split is Split.EVAL)
-    return f", {count} of them for evaluation" if count else ""
