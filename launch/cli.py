@@ -332,11 +332,22 @@ def workers(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json 
 
 
 @app.command(rich_help_panel=INSPECT)
-def top(run_dir: ReadArgument = None, run: ReadOption = None) -> None:
-    """Watch a run live."""
+def top(
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state and end.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Use no colours, as with NO_COLOR.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the state as a line of JSON a second; one with --once.")
+    ] = False,
+) -> None:
+    """Watch a run live, and change it by keys: ? lists them."""
+    from rolloutmq.schemas.process import python_command
+    from rolloutmq.services.monitor.live.top import Shown
     from rolloutmq.services.monitor.live.top import top as watch
 
-    raise typer.Exit(watch(to_read(run, run_dir)))
+    program = python_command(sys.executable, "rolloutmq.launch.cli")
+    raise typer.Exit(watch(to_read(run, run_dir), Shown(once, as_json, no_color, program)))
 
 
 @app.command(rich_help_panel=INSPECT)

@@ -9,6 +9,7 @@ from rolloutmq.schemas.wire.control import LedgerCounts
 
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 UNITS: Final = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
+TIMES: Final = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 
 
@@ -33,6 +34,26 @@ def clock(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration with three digits, in the unit that fits: `1.34 s`, `52.3 ms`, `840 us`."""
+    unit, size = _unit_of(value)
+    return f"{_digits(value / size)} {unit}"
+
+
+def seconds_pair(low: float, high: float) -> str:
+    """Return two durations in the unit of the second: `95.4/914 ms`."""
+    unit, size = _unit_of(high)
+    return f"{_digits(low / size)}/{_digits(high / size)} {unit}"
+
+
+def _unit_of(value: float) -> tuple[str, float]:
+    return next((pair for pair in TIMES if value >= pair[1]), TIMES[-1])
+
+
+def _digits(scaled: float) -> str:
+    return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f}"
 
 
 def time_of_day(wall: float) -> str:

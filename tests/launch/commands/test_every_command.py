@@ -25,7 +25,7 @@ from rolloutmq.services.broker.server import running_broker
 WITHOUT_RUN = frozenset(
     {"up", "try", "check", "evaluate", "gateway", "run-api-alias", "replay", "init", "simulate"}
 )
-"""Commands that take a configuration, a recorded run or nothing, and make their own run."""
+"""Commands that take a configuration, recorded runs or nothing; most make their own run."""
 PROCESSES = frozenset(
     {
         "broker",
@@ -40,8 +40,8 @@ PROCESSES = frozenset(
     }
 )
 """Processes of a run, which require its name."""
-WITHOUT_JSON = frozenset({"top", "logs", "tail"})
-"""Watching commands: a view, the output of a process, and lines that are JSON always."""
+WITHOUT_JSON = frozenset({"logs", "tail"})
+"""Watching commands: the output of a process, and lines that are JSON always."""
 
 
 class Row(NamedTuple):

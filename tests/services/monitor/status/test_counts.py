@@ -1,5 +1,6 @@
 """Counts by split add up to the ledger, and every view has the same ones."""
 
+import json
 from collections.abc import Callable
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
@@ -7,6 +8,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts, Pressure, StatusReply
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.live.snapshot import snapshot
 from rolloutmq.services.monitor.live.view import ledger_lines, queue_line
 from rolloutmq.services.monitor.status import counts
 from rolloutmq.services.monitor.status.counts import SplitCounts
@@ -63,7 +65,8 @@ def test_status_and_top_have_the_same_counts(
         assert any(line in row.plain for row in ledger_lines(pressure))
     assert "96 sequences in 12 groups and 8 of evaluation" in text
     assert "12 groups and 8 of evaluation" in queue_line(board, pressure).plain
-    assert status_json(reply)["counts"] == counts.counted(pressure).plain()
+    assert snapshot(board, 1.0, 1.0)["counts"] == status_json(reply)["counts"]
+    json.dumps(snapshot(board, 1.0, 1.0))
 
 
 def test_without_evaluation_the_ledger_has_every_state(make_pressure: Callable[..., Pressure]) -> None:
