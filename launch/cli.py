@@ -430,6 +430,28 @@ def dead_requeue(
 
 
 @app.command(rich_help_panel=INSPECT)
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR...", help="Two or more run directories.", autocompletion=completion.runs
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Also draw the runs over each other to this file (.png).", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare runs: steps, groups, rewards, waits, staleness, latencies, and where their configurations differ."""
+    from rolloutmq.launch.commands.records.compare import compare
+
+    if len(runs) < 2:
+        raise typer.BadParameter(f"name at least two runs (got {len(runs)})", param_hint="RUN_DIR...")
+    raise typer.Exit(compare(runs, as_json=as_json, output=output))
+
+
+@app.command(rich_help_panel=INSPECT)
 def report(
     run_dir: ReadArgument = None,
     run: ReadOption = None,

@@ -23,7 +23,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.server import running_broker
 
 WITHOUT_RUN = frozenset(
-    {"up", "try", "check", "evaluate", "gateway", "run-api-alias", "replay", "init", "simulate"}
+    {"up", "try", "check", "evaluate", "gateway", "run-api-alias", "replay", "init", "simulate", "compare"}
 )
 """Commands that take a configuration, recorded runs or nothing; most make their own run."""
 PROCESSES = frozenset(
@@ -162,7 +162,7 @@ def test_every_command_names_its_run_in_one_way() -> None:
 
 
 def test_every_command_that_prints_facts_prints_them_as_json() -> None:
-    for name in (TABLE.keys() - WITHOUT_JSON) | {"up", "try", "check", "simulate"}:
+    for name in (TABLE.keys() - WITHOUT_JSON) | {"up", "try", "check", "simulate", "compare"}:
         assert "--json" in {option for param in COMMANDS[name] for option in param.opts}, name
 
 
