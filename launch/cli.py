@@ -333,11 +333,22 @@ def workers(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json 
 
 
 @app.command(rich_help_panel=INSPECT)
-def top(run_dir: ReadArgument = None, run: ReadOption = None) -> None:
-    """Watch a run live."""
+def top(
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    once: Annotated[bool, typer.Option("--once", help="Show the present state and end.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Use no colours, as with NO_COLOR.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the state as a line of JSON a second; one with --once.")
+    ] = False,
+) -> None:
+    """Watch a run live, and change it by keys: ? lists them."""
+    from rolloutmq.schemas.process import python_command
+    from rolloutmq.services.monitor.live.top import Shown
     from rolloutmq.services.monitor.live.top import top as watch
 
-    raise typer.Exit(watch(to_read(run, run_dir)))
+    program = python_command(sys.executable, "rolloutmq.launch.cli")
+    raise typer.Exit(watch(to_read(run, run_dir), Shown(once, as_json, no_color, program)))
 
 
 @app.command(rich_help_panel=INSPECT)
@@ -430,6 +441,28 @@ def dead_requeue(
 
     where = to_change(run_dir)
     raise typer.Exit(answered(lambda: dead.requeue(where, group_ids or [], every=every), as_json=as_json))
+
+
+@app.command(rich_help_panel=INSPECT)
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="RUN_DIR...", help="Two or more run directories.", autocompletion=completion.runs
+        ),
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Also draw the runs over each other to this file (.png).", show_default=False),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compare runs: steps, groups, rewards, waits, staleness, latencies, and where their configurations differ."""
+    from rolloutmq.launch.commands.records.compare import compare
+
+    if len(runs) < 2:
+        raise typer.BadParameter(f"name at least two runs (got {len(runs)})", param_hint="RUN_DIR...")
+    raise typer.Exit(compare(runs, as_json=as_json, output=output))
 
 
 @app.command(rich_help_panel=INSPECT)

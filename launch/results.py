@@ -354,6 +354,31 @@ def print_report(config: RunConfig, layout: RunLayout, *, as_json: bool, picture
         sys.stdout.write(printable_lines(text) + "\n")
 
 
+def summary_now(config: RunConfig, layout: RunLayout) -> dict[str, Any]:
+    """Return the summary of a run: that of its end, or else as its files have it now, without the comparison of groups.
+
+    Blocks on the disk.
+
+    Raises:
+        DamagedFileError: A log of a run without a recorded summary is damaged.
+    """
+    reason, wall_s = _end(layout)
+    recorded = _recorded_summary(layout)
+    if reason == recorded.get("ended") and "steps" in recorded:
+        return recorded
+    records = _read(layout, is_ours=config.trainer.enabled)
+    summary = summarise(
+        layout,
+        config,
+        saved_ids=lambda _: records.saved,
+        wall_s=wall_s,
+        lives=_lives(layout),
+        ledger=records.ledger,
+        as_of=records.as_of,
+    )
+    return {**summary, "ended": reason}
+
+
 def _began(layout: RunLayout) -> float:
     """Return the start of the last life of a run, wall-clock seconds; 0 without lives."""
     lives = read_lives(layout)

@@ -1,8 +1,9 @@
 """The state of a run for its live view: events in, state out. Pure; the caller passes times of one steady clock."""
 
+import copy
 from collections import Counter, deque
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -35,6 +36,7 @@ from rolloutmq.schemas.wire.telemetry import (
 from rolloutmq.schemas.wire.tracing import RolloutTrace
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.report.history import MOMENTARY, History
+from rolloutmq.services.monitor.report.latencies import LatencyWindow
 from rolloutmq.services.monitor.report.metrics import configured_bounds
 from rolloutmq.services.monitor.status.trainers import NO_TROUBLE, TrainerTrouble, trouble
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, counted, joined
@@ -46,6 +48,16 @@ REWARDS_KEPT: Final = 4096
 MOMENTARY_S: Final = 60.0
 STALE_S: Final = 3.0
 """Age from which the state is stale; the broker publishes pressure four times a second."""
+CREW_S: Final = 0.2
+"""Age from which the joined view of the workers is made anew: a thousand take tens of milliseconds."""
+
+
+class GroupEnd(NamedTuple):
+    """A group that has left the queue: id, outcome and wall clock."""
+
+    group_id: str
+    outcome: str
+    at: float
 
 
 class RunState:
@@ -103,6 +115,9 @@ class RunState:
         self.given_up: Mapping[str, str] = {}
         """Why it has no worker any more, and where to look, by environment; read from files, too. An environment
         leaves once a worker of it works again, not while others are tried."""
+        self.groups: Sequence[GroupEnd] = ()
+        """Groups that ended last, the newest first; read from files, too."""
+        self.latencies = LatencyWindow()
         self.left_out = ""
         """Points of the evaluation that were left out, why, and what to set; read from a file, too."""
         self.notice = ""
@@ -113,6 +128,9 @@ class RunState:
         self._pressure_at = 0.0
         self._rewards: deque[tuple[int, float]] = deque(maxlen=REWARDS_KEPT)
         self._steps: deque[tuple[float, int]] = deque()
+        self._slots: Mapping[str, int] = {}
+        """Rollout slots of a worker, by environment."""
+        self._crew: tuple[float, tuple[object, ...], list[WorkerRow]] | None = None
 
     @classmethod
     def of(cls, config: RunConfig) -> "RunState":
@@ -125,6 +143,7 @@ class RunState:
             configured_bounds(config),
         )
         state.is_own_trainer = not config.trainer.enabled
+        state._slots = {name: env.concurrency for name, env in config.environment.items()}
         return state
 
     def recall(self, history: History, now: float) -> None:
@@ -145,8 +164,10 @@ class RunState:
                 self._bounds |= {x.env: x.max_staleness for x in event.lanes if x.split is Split.TRAIN}
             case StepDone() | BatchSettled() | StepFigures():
                 self._take_training(event, now)
-            case StepSkipped() | LatencySample():
-                pass  # its findings are shown; latencies are in `profile`
+            case StepSkipped():
+                pass  # its findings are shown
+            case LatencySample():
+                self.latencies.add(event, now)
             case EvaluationDone():
                 self.evaluation = event
             case CurriculumProgress():
@@ -290,15 +311,32 @@ class RunState:
 
     def crew(self, now: float) -> list[WorkerRow]:
         """Return the workers, orchestrator and broker views joined; `now` is CLOCK_MONOTONIC."""
+        sources = (self.pressure, self.supervision, self.hangs)
+        if self._crew is not None:
+            made_at, known, rows = self._crew
+            is_same = all(one is other for one, other in zip(sources, known, strict=True))
+            if is_same and 0.0 <= now - made_at < CREW_S:
+                return rows
         heard = self.pressure.workers if self.pressure is not None else ()
-        rows = joined(self.supervision, heard, now)
-        return [msgspec.structs.replace(row, hang=self.hangs.get(row.worker, "")) for row in rows]
+        rows = joined(self.supervision, heard, now, self._slots)
+        if self.hangs:
+            rows = [msgspec.structs.replace(row, hang=self.hangs.get(row.worker, "")) for row in rows]
+        self._crew = now, sources, rows
+        return rows
 
     def counts(self, now: float) -> Counter[str]:
         """Return the number of workers in each state but `gone`; `now` is CLOCK_MONOTONIC."""
         counts = counted(self.crew(now))
         counts.pop(WorkerState.GONE, None)
         return counts
+
+    def frozen(self) -> "RunState":
+        """Return the state as it is now, which later events do not change."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, dict | deque):
+                setattr(twin, name, value.copy())
+        return twin
 
     def targets(self) -> list[Target]:
         """Return the target worker count of each environment: as last published, else as last written to file."""

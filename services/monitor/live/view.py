@@ -11,26 +11,22 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import Pressure, WorkerState
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.telemetry import EngineSample, GpuSample
+from rolloutmq.services.monitor.live import panel_view
+from rolloutmq.services.monitor.live.listings import STYLE_OF, text
+from rolloutmq.services.monitor.live.panel import Mode, Panel
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.report import evaluation
-from rolloutmq.services.monitor.status import curricula, gpus, waits
+from rolloutmq.services.monitor.report.latencies import SHOWN, LatencyKey
+from rolloutmq.services.monitor.status import counts, curricula, gpus, waits
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, target_text, trouble_text
 from rolloutmq.services.monitor.text import figures, format
 
 LABEL_WIDTH: Final = 9
 GAUGE_WIDTH: Final = 16
-STYLE_OF: Final[dict[str, str]] = {
-    "waiting": "bold red",
-    WorkerState.STARTING: "cyan",
-    WorkerState.READY: "green",
-    WorkerState.DRAINING: "yellow",
-    WorkerState.GONE: "dim",
-    WorkerState.FAILED: "bold red",
-    "stopping": "yellow",
-    "fatal": "bold red",
-}
 INTEREST: Final = ("trainer", "inference", "broker", "orchestrator", "telemetry")
 ACCENT: Final = "bold cyan"
 QUIET: Final = "dim"
@@ -42,10 +38,54 @@ TARGETS_SHOWN: Final = 3
 UNWELL_SHOWN: Final = 3
 CURRICULA_SHOWN: Final = 3
 FINDINGS_SHOWN: Final = 3
+LATENCIES_SHOWN: Final = 3
+TABLE_LINES: Final = 8
+"""Least lines of an operator's table, with its tabs and its head: figures give way to it."""
 
 
-def frame(board: RunState, now: float, width: int, height: int) -> Group:
-    """Return the whole frame, at most `height` lines of `width` cells."""
+def frame(board: RunState, now: float, width: int, height: int, panel: Panel | None = None) -> Group:
+    """Return the whole frame, at most `height` lines of `width` cells; with a panel, also the operator's part."""
+    if panel is not None:
+        return _operated(board, panel, now, width, height)
+    above, below = figure_rows(board, now, width)
+    crew = board.crew(now)
+    room = height - len(above) - len(below) - 2
+    table = worker_table(board, crew, room - 1, width)
+    lines: list[RenderableType] = [*above, Text(), *below]
+    if table is not None:
+        lines[len(above) + 1 : len(above) + 1] = [table, Text()]
+    return Group(*lines[: max(1, height)])
+
+
+def _operated(board: RunState, panel: Panel, now: float, width: int, height: int) -> Group:
+    """Return the frame of an operator. The last line is always there; of the figures, the least important are cut."""
+    panel.targets = {one.env: one.target for one in board.targets()}
+    above, below = figure_rows(board, now, width)
+    foot = panel_view.last_line(panel, now)
+    room = max(0, height - 1)
+    if not room:
+        return Group(foot)
+    if panel.mode in {Mode.HELP, Mode.TEXT}:
+        head = above[:1] if room > 2 else []
+        left = room - len(head)
+        body = panel_view.read_lines(panel, left) if panel.mode is Mode.TEXT else panel_view.help_lines()
+        return Group(*_padded([*head, *body[:left]], room), foot)
+    # A short table leaves its room to the figures; the rows of the last frame say how long it is.
+    kept = max(0, room - min(TABLE_LINES, panel.total + 2) - 2)
+    above = above[: max(1, kept)]
+    below = below[: max(0, kept - len(above))]
+    gap = [Text()] if below else []
+    left = room - len(above) - len(below) - len(gap)
+    table = panel_view.table_lines(board, panel, now, left, width)
+    return Group(*above, *_padded(table, left), *gap, *below, foot)
+
+
+def _padded(lines: Sequence[RenderableType], room: int) -> list[RenderableType]:
+    return [*lines, *(Text() for _ in range(room - len(lines)))]
+
+
+def figure_rows(board: RunState, now: float, width: int) -> tuple[list[Text], list[Text]]:
+    """Return the lines above and below the workers, each with the most important ones first."""
     above = [
         header(board, now, width),
         *notice_lines(board),
@@ -65,32 +105,27 @@ def frame(board: RunState, now: float, width: int, height: int) -> Group:
         ]
         below += ledger_lines(pressure)
         below += curriculum_lines(board)
+    below += latency_lines(board, now)
     below += engine_lines(board, now)
     above += target_lines(board)
     above += health_lines(board, now)
-    crew = board.crew(now)
-    below[:0] = trouble_lines(crew)
+    below[:0] = trouble_lines(board.crew(now))
     below += machine_lines(board)
-    room = height - len(above) - len(below) - 2
-    table = worker_table(board, crew, room - 1, width)
-    lines: list[RenderableType] = [*above, Text(), *below]
-    if table is not None:
-        lines[len(above) + 1 : len(above) + 1] = [table, Text()]
-    return Group(*lines[: max(1, height)])
+    return above, below
 
 
 def _row(label: str, *parts: Text | str) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(f" {label:<{LABEL_WIDTH - 1}}", style=QUIET)
     for part in parts:
-        line.append_text(part if isinstance(part, Text) else Text(part))
+        line.append_text(part if isinstance(part, Text) else text(part))
     return line
 
 
 def header(board: RunState, now: float, width: int) -> Text:
     """Return the title line: name, step, progress, rate and times."""
     line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(" RolloutMQ ", style="bold reverse cyan").append(f" {board.name} ", style="bold")
+    line.append(" RolloutMQ ", style="bold reverse cyan").append(f" {printable(board.name)} ", style="bold")
     rate, left = board.steps_per_s(now), board.left_s(now)
     tail = f"  {rate:.1f} steps/s  {format.clock(board.elapsed_s(now))}"
     if left is not None:
@@ -123,8 +158,8 @@ def health_lines(board: RunState, now: float) -> list[Text]:
     rows = [
         _row(
             "health",
-            Text(f"{one.env}: {one.problem}", style="green" if one.finding == "solved" else "bold yellow"),
-            Text(f"; {one.remedy}", style=QUIET),
+            text(f"{one.env}: {one.problem}", "green" if one.finding == "solved" else "bold yellow"),
+            text(f"; {one.remedy}", QUIET),
         )
         for one in found[:FINDINGS_SHOWN]
     ]
@@ -137,17 +172,17 @@ def figure_lines(board: RunState) -> list[Text]:
     """Return the last figures of learning, if the trainer told any."""
     if not board.figures and not board.not_finite:
         return []
-    line = Text(figures.line(board.figures, board.not_finite), style="bold red" if board.not_finite else "")
+    line = text(figures.line(board.figures, board.not_finite), "bold red" if board.not_finite else "")
     return [_row("figures", line)]
 
 
 def evaluation_lines(board: RunState) -> list[Text]:
     """Return the last point of the evaluation and its cost, if there was one, and the points left out."""
     point = board.evaluation
-    left = [_row("eval", Text(board.left_out, style="yellow"))] if board.left_out else []
+    left = [_row("eval", text(board.left_out, "yellow"))] if board.left_out else []
     if point is None:
         return left
-    scores = Text(evaluation.point_text(point), style=ACCENT)
+    scores = text(evaluation.point_text(point), ACCENT)
     return [
         _row(
             "eval",
@@ -169,10 +204,7 @@ def queue_line(board: RunState, pressure: Pressure) -> Text:
         gauge(board, value, style),
         Text(f" {value:.2f} ", style=f"bold {style}"),
         f"batches ({board.low:g} to {board.high:g})",
-        Text(
-            f" · {pressure.queued_groups} groups · {format.portion(held, pressure.high_bytes)}",
-            style=QUIET,
-        ),
+        Text(f" · {counts.queued(pressure)} · {format.portion(held, pressure.high_bytes)}", style=QUIET),
     )
 
 
@@ -199,7 +231,7 @@ def flow_line(pressure: Pressure) -> Text:
     rates = f"in {pressure.produced_per_s:,.0f} · out {pressure.consumed_per_s:,.0f} sequences/s"
     waited = sorted(pressure.waits_s.items(), key=lambda item: -item[1])
     costs = " · ".join(f"{reason} {seconds:.0f} s" for reason, seconds in waited if seconds >= 1)
-    return _row("flow", rates, Text(f" · waited: {costs}" if costs else "", style=QUIET))
+    return _row("flow", rates, text(f" · waited: {costs}" if costs else "", QUIET))
 
 
 def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
@@ -210,24 +242,24 @@ def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
         ]
     rows = [_trainer_line(board, pressure, now)]
     if reason := waits.workers(pressure, board.unserved, board.counts(now)):
-        rows.append(_row("workers", "wait: ", Text(reason, style="yellow")))
+        rows.append(_row("workers", "wait: ", text(reason, "yellow")))
     else:
         rows.append(_row("workers", _activity(board, now)))
     return rows
 
 
 def _activity(board: RunState, now: float) -> Text:
-    counts = board.counts(now)
-    if counts[WorkerState.READY]:
+    states = board.counts(now)
+    if states[WorkerState.READY]:
         return Text("rolling out", style="green")
-    return Text(", ".join(f"{count} {state}" for state, count in counts.items()) or "none", style=QUIET)
+    return Text(", ".join(f"{count} {state}" for state, count in states.items()) or "none", style=QUIET)
 
 
 def _trainer_line(board: RunState, pressure: Pressure, now: float) -> Text:
     if problem := board.trainer_trouble().text:
-        return _row("trainer", Text(problem, style="bold red"))
+        return _row("trainer", text(problem, "bold red"))
     if reason := board.outside or waits.trainer(pressure, board.counts(now)):
-        return _row("trainer", "waits: ", Text(reason, style="yellow"))
+        return _row("trainer", "waits: ", text(reason, "yellow"))
     if not board.steps_done and not pressure.ledger.leased:
         return _row("trainer", Text("no batch pulled yet", style=QUIET))
     return _row("trainer", Text("training", style="green"))
@@ -235,11 +267,11 @@ def _trainer_line(board: RunState, pressure: Pressure, now: float) -> Text:
 
 def notice_lines(board: RunState) -> list[Text]:
     """Return the notice, and those of a silent orchestrator and of a record that is not written, if there are any."""
-    rows = [_row("run", Text(board.notice, style="bold red"))] if board.notice else []
+    rows = [_row("run", text(board.notice, "bold red"))] if board.notice else []
     if board.orchestrator:
-        rows.append(_row("orch", Text(f"orchestrator {board.orchestrator}", style="bold red")))
+        rows.append(_row("orch", text(f"orchestrator {board.orchestrator}", "bold red")))
     if board.record:
-        rows.append(_row("metrics", Text(board.record, style="bold red")))
+        rows.append(_row("metrics", text(board.record, "bold red")))
     return rows
 
 
@@ -255,7 +287,7 @@ def trouble_lines(crew: Sequence[WorkerRow]) -> list[Text]:
     """Return the problems of unwell workers, cut after the first few."""
     unwell = [row for row in crew if row.is_unwell]
     rows = [
-        _row("unwell" if row is unwell[0] else "", f"{row.worker}: ", Text(trouble_text(row), style="red"))
+        _row("unwell" if row is unwell[0] else "", f"{row.worker}: ", text(trouble_text(row), "red"))
         for row in unwell[:UNWELL_SHOWN]
     ]
     more = len(unwell) - UNWELL_SHOWN
@@ -286,15 +318,15 @@ def _worker_cells(board: RunState, row: WorkerRow) -> list[Text]:
     process = board.processes.get(row.worker) if row.pid else None
     troubled = "bold red" if row.is_silent else ""
     return [
-        Text(f" {row.worker}"),
-        Text(row.state, style=STYLE_OF[row.state]),
+        text(f" {row.worker}"),
+        text(row.state, STYLE_OF.get(row.state, "")),
         Text(str(row.pid or "-")),
         Text("-" if row.age_s is None else format.clock(row.age_s)),
         *(Text("-" if count is None else str(count)) for count in (row.in_hand, row.produced)),
         Text("-" if row.abandoned is None else str(row.abandoned), style="yellow" if row.abandoned else ""),
         Text("-" if row.silent_s is None else f"{row.silent_s:.1f} s", style=troubled),
         Text(f"{process.cpu_percent:.0f} %" if process else "?"),
-        Text(row.reason, style="red"),
+        text(row.reason, "red"),
     ]
 
 
@@ -309,12 +341,27 @@ def _most_relevant(crew: Sequence[WorkerRow], count: int) -> list[WorkerRow]:
 def ledger_lines(pressure: Pressure) -> list[Text]:
     """Return the ledger, and the counts beside it that need attention."""
     ledger = pressure.ledger
-    rows = [_row("groups", format.accounts(ledger, short=True) + format.for_evaluation(pressure.lanes))]
+    lines = counts.lines(pressure, short=True)
+    rows = [_row("" if number else "groups", line) for number, line in enumerate(lines)]
     extra = {"rewound": ledger.rewound, "lost before accept": ledger.lost_before_accept}
     if any(extra.values()):
-        counts = (f"{what} {count}" for what, count in extra.items() if count)
-        rows.append(_row("", Text(" · ".join(counts), style="yellow")))
+        parts = (f"{what} {count}" for what, count in extra.items() if count)
+        rows.append(_row("", Text(" · ".join(parts), style="yellow")))
     return rows
+
+
+def latency_lines(board: RunState, now: float) -> list[Text]:
+    """Return median and 99th percentile of the hops of each training environment, cut after the first few."""
+    found = board.latencies.percentiles(now)
+    envs = sorted({key.env for key in found if key.split is Split.TRAIN and key.hop in SHOWN})
+    rows = []
+    for env in envs[:LATENCIES_SHOWN]:
+        known = [(hop, found[key]) for hop in SHOWN if (key := LatencyKey(env, Split.TRAIN, hop)) in found]
+        parts = [f"{hop.value} {format.seconds_pair(one.p50_s, one.p99_s)}" for hop, one in known]
+        label = "p50/p99" if env == envs[0] else ""
+        rows.append(_row(label, text(f"{env or '(others)'}: ", QUIET), " · ".join(parts)))
+    more = len(envs) - LATENCIES_SHOWN
+    return rows if more <= 0 else [*rows, _row("", Text(f"… {more} more", style=QUIET))]
 
 
 def curriculum_lines(board: RunState) -> list[Text]:
@@ -335,7 +382,7 @@ def engine_lines(board: RunState, now: float) -> list[Text]:
         rows = [_engine_line(one) for one in engines]
     if (decision := board.engine_decision) is not None:
         count = f"{decision.current} of {decision.target} · "
-        rows.append(_row("engines", count, Text(decision.reason, style=QUIET)))
+        rows.append(_row("engines", count, text(decision.reason, QUIET)))
     return rows
 
 
@@ -382,7 +429,7 @@ def gpu_lines(board: RunState) -> list[Text]:
 def _gpu_line(board: RunState, gpu: GpuSample) -> Text:
     standing = board.standings.get(gpu.uuid)
     fine = gpus.is_fine(gpu, standing)
-    return _row("gpu", Text(gpus.line(gpu, standing), style="" if fine else "bold red"))
+    return _row("gpu", text(gpus.line(gpu, standing), "" if fine else "bold red"))
 
 
 def _interest(name: str) -> tuple[int, str]:

@@ -29,7 +29,7 @@ from rolloutmq.services.monitor.liveness import Fate, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluations
 from rolloutmq.services.monitor.report.history import ran_s
-from rolloutmq.services.monitor.status import curricula, gpus, orchestrator_view, record_view, waits
+from rolloutmq.services.monitor.status import counts, curricula, gpus, orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.curricula import read_curricula
 from rolloutmq.services.monitor.status.ended import LABEL_CHARS, show_ended
 from rolloutmq.services.monitor.status.gpus import read_gpus
@@ -192,7 +192,7 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
     `gpus` carry their standings; `limits` says why an environment has fewer workers than its target; `curriculum` has
     the progress of each curriculum, by environment; `evaluation` has the points so far, as in `summary.json`; `metrics`
     says why no event is recorded, if so; `ran_s` is the time of the run, its lives together; `figures`, `not_finite`
-    and `findings` are what training showed last.
+    and `findings` are what training showed last; `counts` are the groups by split.
     """
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
@@ -205,6 +205,7 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
         "evaluation": evaluation.figures(also.evaluations),
         "metrics": {"problem": also.record},
         "ran_s": also.ran_s,
+        "counts": counts.counted(reply.pressure).plain(),
         **_lately(also.lately),
         **plain,
         **more,
@@ -241,7 +242,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         *(("figures", text) for text in _figures(also.lately)),
         (
             "queue",
-            f"{pressure.queued_sequences} sequences in {pressure.queued_groups} groups,"
+            f"{pressure.queued_sequences} sequences in {counts.queued(pressure)},"
             f" {pressure.rollout_pressure:.2f} batches of {pressure.batch_sequences};"
             f" {format.amount(held)} of {format.amount(pressure.high_bytes)}",
         ),
@@ -250,7 +251,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
             f"in {pressure.produced_per_s:.0f}, out {pressure.consumed_per_s:.0f} sequences a second",
         ),
         ("why", _why(reply, also)),
-        ("groups", format.accounts(pressure.ledger) + format.for_evaluation(pressure.lanes)),
+        *(("groups", line) for line in counts.lines(pressure)),
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         *(("health", f"{one.env}: {one.problem}; {one.remedy}") for one in also.lately.findings),
         *(("sampler", curricula.line(one)) for one in also.curricula),

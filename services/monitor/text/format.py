@@ -1,15 +1,15 @@
 """Number formats: bytes, durations, ledger counts, bars and sparklines. Plain text without colour."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Final
 
-from rolloutmq.schemas.wire.control import LaneStatus, LedgerCounts
-from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.control import LedgerCounts
 
 SPARKS: Final = "▁▂▃▄▅▆▇█"
 UNITS: Final = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
+TIMES: Final = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 EIGHTHS: Final = " ▏▎▍▌▋▊▉█"
 
 
@@ -34,6 +34,26 @@ def clock(seconds: float) -> str:
     hours, rest = divmod(whole, 3600)
     minutes, left = divmod(rest, 60)
     return f"{hours}:{minutes:02}:{left:02}" if hours else f"{minutes}:{left:02}"
+
+
+def seconds(value: float) -> str:
+    """Return a duration with three digits, in the unit that fits: `1.34 s`, `52.3 ms`, `840 us`."""
+    unit, size = _unit_of(value)
+    return f"{_digits(value / size)} {unit}"
+
+
+def seconds_pair(low: float, high: float) -> str:
+    """Return two durations in the unit of the second: `95.4/914 ms`."""
+    unit, size = _unit_of(high)
+    return f"{_digits(low / size)}/{_digits(high / size)} {unit}"
+
+
+def _unit_of(value: float) -> tuple[str, float]:
+    return next((pair for pair in TIMES if value >= pair[1]), TIMES[-1])
+
+
+def _digits(scaled: float) -> str:
+    return f"{scaled:.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f}"
 
 
 def time_of_day(wall: float) -> str:
@@ -82,9 +102,3 @@ def accounts(ledger: LedgerCounts, *, short: bool = False) -> str:
     }
     held = (f"{place} {count}" for place, count in places.items() if count)
     return f"accepted {ledger.accepted} = " + (" + ".join(held) or "0")
-
-
-def for_evaluation(lanes: Iterable[LaneStatus]) -> str:
-    """Return how many of the accepted groups were for evaluation, as the end of a ledger; empty if none were."""
-    count = sum(lane.accepted_groups for lane in lanes if lane.split is Split.EVAL)
-    return f", {count} of them for evaluation" if count else ""

@@ -23,9 +23,9 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.server import running_broker
 
 WITHOUT_RUN = frozenset(
-    {"up", "try", "check", "evaluate", "gateway", "run-api-alias", "replay", "init", "simulate"}
+    {"up", "try", "check", "evaluate", "gateway", "run-api-alias", "replay", "init", "simulate", "compare"}
 )
-"""Commands that take a configuration, a recorded run or nothing, and make their own run."""
+"""Commands that take a configuration, recorded runs or nothing; most make their own run."""
 PROCESSES = frozenset(
     {
         "broker",
@@ -43,8 +43,8 @@ PROCESSES = frozenset(
 """Processes of a run, which require its name."""
 SERVERS = frozenset({"dashboard"})
 """Commands that serve until a signal; they have tests of their own."""
-WITHOUT_JSON = frozenset({"top", "logs", "tail"})
-"""Watching commands: a view, the output of a process, and lines that are JSON always."""
+WITHOUT_JSON = frozenset({"logs", "tail"})
+"""Watching commands: the output of a process, and lines that are JSON always."""
 
 
 class Row(NamedTuple):
@@ -165,7 +165,7 @@ def test_every_command_names_its_run_in_one_way() -> None:
 
 
 def test_every_command_that_prints_facts_prints_them_as_json() -> None:
-    for name in (TABLE.keys() - WITHOUT_JSON) | {"up", "try", "check", "simulate"}:
+    for name in (TABLE.keys() - WITHOUT_JSON) | {"up", "try", "check", "simulate", "compare"}:
         assert "--json" in {option for param in COMMANDS[name] for option in param.opts}, name
 
 

@@ -203,7 +203,7 @@ async def test_watching_ends_with_the_run(plain: RunLayout) -> None:
     plain.summary.write_text('{"ended": "interrupted by SIGINT"}')
     plain.owner.unlink()
     fate = await asyncio.wait_for(watching, 10)
-    assert (fate.life, fate.reason) == (RunLiveness.ENDED, "interrupted by SIGINT")
+    assert fate == Fate(RunLiveness.ENDED, reason="interrupted by SIGINT")
 
 
 async def test_a_dead_run_that_still_speaks_is_shown_with_a_notice(

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Supervision, WorkerRecord
 from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.statistics.histogram import HistogramBuilder
 from rolloutmq.schemas.wire.control import (
     LaneStatus,
     LedgerCounts,
@@ -21,8 +23,10 @@ from rolloutmq.schemas.wire.control import (
     WorkerState,
     WorkerStatus,
 )
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
 from rolloutmq.schemas.wire.telemetry import (
     CurriculumProgress,
     EngineDecision,
@@ -399,3 +403,20 @@ def test_figures_of_learning_have_a_line_and_those_not_finite_come_first(board: 
     assert " figures loss 0.5 · kl 0.01" in [line.rstrip() for line in drawn(board)]
     board.feed(StepFigures(run="r", incarnation=0, step=2, at=0.0, not_finite=("loss",)), 2.0)
     assert any(line.startswith(" figures loss not finite") for line in drawn(board))
+
+
+def test_latencies_have_a_compact_line_for_each_training_environment(busy: RunState) -> None:
+    assert view.latency_lines(busy, 0.0) == []
+    durations = HistogramBuilder().add([0.05] * 98 + [2.0, 2.0]).histogram()
+    hops = (Hop.ROLLOUT, Hop.SEND, Hop.QUEUE, Hop.TRAIN)
+    for number in range(5):
+        rows = [LatencyRow(hop=hop, env=f"e{number}", durations=durations) for hop in hops]
+        aside = LatencyRow(hop=Hop.ROLLOUT, env="aside", split=Split.EVAL, durations=durations)
+        busy.feed(LatencySample(name="broker", number=1, at=0.0, since_s=1.0, rows=(*rows, aside)), 11.0)
+    lines = [line.rstrip() for line in drawn(busy, 120, 60)]
+    first = next(number for number, line in enumerate(lines) if line.startswith(" p50/p99"))
+    times = r"0\.05/(?:1\.9|2\.0)\d s"
+    assert re.fullmatch(f" p50/p99 e0: rollout {times} · queue {times} · train {times}", lines[first])
+    assert lines[first + 1].startswith("         e1: rollout")
+    assert lines[first + 3].split() == ["…", "2", "more"]
+    assert not any("aside" in line for line in lines)

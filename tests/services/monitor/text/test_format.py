@@ -55,3 +55,17 @@ def test_accounts_name_only_places_that_hold_groups() -> None:
     assert format.accounts(ledger) == "accepted 10 = queued 3 + trained 2 + committed 5"
     assert format.accounts(ledger, short=True) == "accepted 10 = queued 3 + trained 7"
     assert format.accounts(LedgerCounts()) == "accepted 0 = 0"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0.00 us"), (0.00084, "840 us"), (0.0523, "52.3 ms"), (1.338, "1.34 s"), (999.0, "999 s")],
+)
+def test_durations_have_three_digits(value: float, text: str) -> None:
+    assert format.seconds(value) == text
+    assert format.seconds_pair(value, value).split("/")[1] == text
+
+
+def test_two_durations_share_the_unit_of_the_longer() -> None:
+    assert format.seconds_pair(0.0954, 0.914) == "95.4/914 ms"
+    assert format.seconds_pair(0.05, 2.0) == "0.05/2.00 s"

@@ -1,0 +1,116 @@
+"""The state of a run at once, without waiting for its next events: for `rolloutmq top --once`.
+
+The broker's reply has the queues and the workers. The end of `metrics.jsonl` has the rest: samples of the last seconds,
+steps, findings. Only the end is read, so a long run takes no longer.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rolloutmq.bus.files import open_regular
+from rolloutmq.schemas.files import DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.wire.control import Pressure, StatusReply
+from rolloutmq.schemas.wire.telemetry import Event
+from rolloutmq.services.monitor.live.run_state import GroupEnd, RunState
+from rolloutmq.services.monitor.report.history import decoded, ran_s
+
+END_BYTES: Final = 2 << 20
+"""End of the metrics that is read."""
+GROUPS_BYTES: Final = 128 << 10
+"""End of a log of groups that is read."""
+GROUPS_KEPT: Final = 200
+MOMENTARY_S: Final = 60.0
+"""Age from which a sample says nothing of now; steps, findings and points of the evaluation last."""
+_MOMENTARY: Final = frozenset(
+    {"host_sample", "gpu_sample", "gpu_absence", "process_sample", "engine_sample", "latency_sample"}
+)
+
+
+class _Head(msgspec.Struct):
+    """Time and kind of a line."""
+
+    t: float
+    kind: str
+
+
+def fill(board: RunState, layout: RunLayout, reply: StatusReply, now: float, wall: float) -> None:
+    """Bring a new state up to date. Blocks on the disk, for milliseconds.
+
+    Args:
+        board: State without events.
+        layout: Files of the run.
+        reply: The broker's state.
+        now: CLOCK_MONOTONIC.
+        wall: Seconds since the epoch.
+    """
+    if (ran := ran_s(layout, wall)) is not None:
+        board.started_at = now - ran
+    for at, event in _events(end_of(layout.metrics, END_BYTES), wall):
+        board.feed(event, now - max(0.0, wall - at))
+    board.feed(reply.pressure, now)
+    board.total_steps = board.total_steps or reply.total_steps
+
+
+def _events(end: bytes, wall: float) -> Iterator[tuple[float, Event]]:
+    """Yield the recorded events that still count; lines that do not decode are passed over."""
+    for line in end.splitlines():
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            head = msgspec.json.decode(line, type=_Head)
+            if head.kind == "pressure" or (head.kind in _MOMENTARY and wall - head.t > MOMENTARY_S):
+                continue
+            if (known := decoded(line)) is not None:
+                yield known.at, known.event
+                continue
+            fields = msgspec.json.decode(line, type=dict[str, Any])
+            for name in ("t", "topic", "trimmed"):
+                fields.pop(name, None)
+            event: Event = msgspec.convert(fields, Event)
+            if not isinstance(event, Pressure):
+                yield head.t, event
+
+
+def recent_groups(layout: RunLayout) -> list[GroupEnd]:
+    """Return the groups that were settled or dropped last, the newest first. Blocks on the disk, for milliseconds."""
+    settled = _settled(layout.trained) or _settled(layout.settled)
+    dropped = [
+        GroupEnd(one.group_id, f"{one.state} ({one.reason})", one.at)
+        for one in _records(layout.dropped, DroppedGroup)
+    ]
+    return sorted(chain(settled, dropped), key=lambda one: -one.at)[:GROUPS_KEPT]
+
+
+def _settled(path: Path) -> list[GroupEnd]:
+    return [
+        GroupEnd(group_id, outcome, batch.at)
+        for batch in _records(path, SettledBatch)
+        for outcome in ("trained", "filtered", "rejected")
+        for group_id in getattr(batch, outcome)
+    ]
+
+
+def _records(path: Path, kind: type[Any]) -> Iterator[Any]:
+    """Yield the last records of a log; lines that do not decode are passed over."""
+    decoder = msgspec.json.Decoder(kind)
+    for line in end_of(path, GROUPS_BYTES).splitlines():
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            yield decoder.decode(line)
+
+
+def end_of(path: Path, limit: int) -> bytes:
+    """Return the end of a file from the beginning of a line; nothing if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            if (size := file.seek(0, os.SEEK_END)) > limit:
+                file.seek(size - limit)
+                file.readline()  # the rest of a cut line
+            else:
+                file.seek(0)
+            return file.read(limit)
+    except OSError:
+        return b""
