@@ -164,8 +164,8 @@ class RunState:
                 self._bounds |= {x.env: x.max_staleness for x in event.lanes if x.split is Split.TRAIN}
             case StepDone() | BatchSettled() | StepFigures():
                 self._take_training(event, now)
-            case StepSkipped():
-                pass  # its findings are shown
+            case StepSkipped() | RolloutTrace():
+                pass  # its findings are shown; traces have a receiver of their own
             case LatencySample():
                 self.latencies.add(event, now)
             case EvaluationDone():
@@ -182,8 +182,6 @@ class RunState:
             case EngineDecision():
                 self.engine_decision = event
                 self.decided_at = now
-            case RolloutTrace():
-                pass  # for a receiver of traces
             case _:
                 self._take_machine(event)
 
