@@ -43,10 +43,10 @@ class RunSection(Section):
     tracking_group: str = ""
     """Group name for an experiment tracker. RolloutMQ only forwards it."""
     http_token_file: Path | None = None
-    """File with the token of the run's HTTP servers (gateway, engines, teacher), relative to the configuration file. It
-    must be yours, and closed to other users (mode 0600). Each request must then have the token, as
-    `Authorization: Bearer TOKEN` or in the path, `http://HOST:PORT/t/TOKEN`. The workers of the run send it. Without a
-    file everybody who reaches a server may use it."""
+    """File with the token of the run's HTTP servers (gateway, engines, teacher, `/metrics`), relative to the
+    configuration file. It must be yours, and closed to other users (mode 0600). Each request must then have the token,
+    as `Authorization: Bearer TOKEN` or in the path, `http://HOST:PORT/t/TOKEN`. The workers of the run send it. Without
+    a file everybody who reaches a server may use it."""
     http_hosts: tuple[str, ...] = ()
     """Names with a dot by which clients reach the run's HTTP servers, `*` for all. IP addresses, names without a dot
     and this machine's name need no entry. Other `Host` headers are refused: a page could point its own name here."""

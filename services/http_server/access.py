@@ -1,4 +1,6 @@
-"""Who may send a request to the HTTP servers of a run: the gateway, the engines, the teacher. Pure but for `access_of`.
+"""Who may send a request to the HTTP servers of a run: the gateway, the engines, the teacher, `/metrics`.
+
+Pure but for `access_of`.
 
 No web page of anybody else's may, although a browser on this machine reaches the servers:
 

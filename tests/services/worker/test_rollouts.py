@@ -6,6 +6,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +20,11 @@ from rolloutmq.schemas.errors import (
     PolicyRefusedError,
     SessionFencedError,
 )
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.tracing import Call
+from rolloutmq.services.worker.openai.call_trace import RolloutTracer, traced_call
 from rolloutmq.services.worker.policy import Policy
 from rolloutmq.services.worker.rollouts import RateLimitedLog, Rollouts
 from rolloutmq.services.worker.scripted import ScriptedPolicy
@@ -81,9 +85,10 @@ class Scene:
         return [Trajectory.of(answer, 0.0) for answer in await policy.complete("q", n=size)]
 
 
-def made(scene: Scene, outlet: FakeOutlet, **config: Any) -> Rollouts:
+def made(scene: Scene, outlet: FakeOutlet, *, tracer: RolloutTracer | None = None, **config: Any) -> Rollouts:
     section = EnvironmentConfig(entry="a:B", **({"group_size": 2, "concurrency": 3} | config))
-    return Rollouts("sort3-1", section, scene, ScriptedPolicy("1"), outlet, seed=5, clock=lambda: 4.0)
+    policy = ScriptedPolicy("1")
+    return Rollouts("sort3-1", section, scene, policy, outlet, seed=5, clock=lambda: 4.0, tracer=tracer)
 
 
 @asynccontextmanager
@@ -110,6 +115,29 @@ async def test_groups_go_out_until_the_outlet_drains() -> None:
     assert rollouts.error == ""
     assert {group.sequences for group in outlet.groups} == {2}
     assert {(group.started_at, group.finished_at) for group in outlet.groups} == {(4.0, 4.0)}
+
+
+class Told(RolloutTracer):
+    """Keeps what it tells of each rollout: its group, and the paths of its calls."""
+
+    def __init__(self, run_dir: Path) -> None:
+        super().__init__(RunLayout(run_dir), "sort3-1", "sort3", 1.0)
+        self.paths: dict[str, list[str]] = {}
+
+    def _tell(self, group_id: str, calls: list[Call]) -> None:
+        self.paths[group_id] = [call.path for call in calls]
+
+
+async def test_calls_are_traced_with_the_group_of_their_rollout(tmp_path: Path) -> None:
+    async def calling(number: int, _rng: random.Random) -> None:
+        for _ in range(2):
+            with traced_call("engine", f"/{number}"):
+                await asyncio.sleep(0)  # the other slots call in between
+
+    outlet, told = FakeOutlet(6), Told(tmp_path)
+    await made(Scene(calling), outlet, tracer=told).run()
+    assert told.paths.keys() == {group.group_id for group in outlet.groups}
+    assert sorted(told.paths.values()) == [[f"/{number}"] * 2 for number in range(1, 7)]
 
 
 async def test_the_policy_at_its_begin_is_that_of_a_trajectory_without_one() -> None:

@@ -165,7 +165,7 @@ async def test_a_program_that_cannot_be_started_is_told(caplog: pytest.LogCaptur
 async def test_a_sink_that_finishes_slowly_has_its_time(tmp_path: Path) -> None:
     path, stop = tmp_path / "points", Stop()
     done = tmp_path / "done"
-    slow_end = f"import time; time.sleep(0.5); open({str(done)!r}, 'w')"
+    slow_end = f"import time; time.sleep(2); open({str(done)!r}, 'w')"
     outlet = sink(TAKES.format(path=str(path), each="pass") + slow_end)
     task = asyncio.create_task(outlet.run(stop))
     outlet.put(point(1))
