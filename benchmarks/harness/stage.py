@@ -24,6 +24,8 @@ DEADLINE_S: Final = 60.0
 """Silence of a process that ends the measurement."""
 ENV: Final = "bench"
 GIB: Final = 1 << 30
+STEPS: Final = 1_000_000
+"""More steps than any measurement takes."""
 LOOK_S: Final = 0.002
 ERROR_LINES: Final = 20
 """Lines of a failed process's errors that are shown."""
@@ -45,12 +47,18 @@ def missing(environment: Path) -> str:
 def config(**broker: Any) -> RunConfig:
     """Return a configuration that holds back, drops and keeps nothing, since the queue is measured.
 
+    A consumer's loop ends after `trainer.steps`: small groups fill its default in less than a round.
+
     Args:
         broker: Changes to the defaults of `[broker]`.
     """
     ageless = {"entry": "bench.py:Bench", "pacing": False, "stale": "pass"}
     return RunConfig.model_validate(
-        {"broker": {"retain_bytes": 1, **broker}, "environment": {ENV: ageless}},
+        {
+            "broker": {"retain_bytes": 1, **broker},
+            "environment": {ENV: ageless},
+            "trainer": {"steps": STEPS},
+        },
     )
 
 

@@ -113,9 +113,11 @@ class HistogramBuilder:
             times: How often each of them counts, once by default.
         """
         values = np.atleast_1d(np.asarray(durations_s, np.float64)).ravel()
+        weights = None if times is None else np.asarray(times, np.float64).ravel()
         finite = np.isfinite(values)
-        weights = None if times is None else np.asarray(times, np.float64).ravel()[finite]
-        values = np.clip(values[finite], 0.0, LONGEST_S)
+        if not finite.all():
+            values, weights = values[finite], None if weights is None else weights[finite]
+        values = np.minimum(np.maximum(values, 0.0), LONGEST_S)
         self._counts += np.bincount(_buckets_of(values), weights, minlength=BUCKETS).astype(np.int64)
         self._total_s += float(values.sum() if weights is None else values @ weights)
         return self
@@ -141,8 +143,11 @@ class HistogramBuilder:
 
 
 def _buckets_of(values: NDArray[np.float64]) -> NDArray[np.int64]:
-    logs = np.log(np.clip(values, SHORTEST_S, LONGEST_S))
-    return np.clip(np.ceil(logs * _SCALE).astype(np.int64) - _LEAST, 0, BUCKETS - 1)
+    logs = np.log(np.maximum(values, SHORTEST_S))
+    logs *= _SCALE
+    buckets = np.ceil(logs, out=logs).astype(np.int64)
+    buckets -= _LEAST
+    return np.minimum(np.maximum(buckets, 0, out=buckets), BUCKETS - 1, out=buckets)
 
 
 def _duration_of(bucket: int) -> float:

@@ -15,7 +15,7 @@ from rolloutmq.schemas.statistics.histogram import LONGEST_S, HistogramBuilder
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.latency import ROWS_LIMIT, Hop, LatencyRow, LatencySample
 
-BLOCK: Final = 4096
+BLOCK: Final = 2048
 """Durations of a row that wait at most."""
 SAMPLE_BYTES: Final = 40 << 10
 """Most JSON of the rows of one message: the broker forwards and the record keeps 64 KiB."""
