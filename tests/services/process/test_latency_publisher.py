@@ -10,11 +10,11 @@ import pytest
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.pubsub import Subscriber
-from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.wire.latency import Hop, LatencySample
 from rolloutmq.services.broker.server import Broker, running_broker
-from rolloutmq.services.process.latency_publisher import GPUS_VARIABLE, own_gpus, publishing
+from rolloutmq.services.process.latency_publisher import GPUS_VARIABLE, own_gpus, publishing, recorder_of
 from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder
 
 LIMIT_S = 60.0
@@ -103,3 +103,13 @@ def test_gpus_are_those_assigned_by_uuid(
 ) -> None:
     monkeypatch.setenv(GPUS_VARIABLE, value)
     assert own_gpus() == gpus
+
+
+async def test_a_run_without_latencies_opens_no_connection(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    recorder = recorder_of("w-0", TelemetryConfig(latencies=False))
+    before = asyncio.all_tasks()
+    async with publishing(recorder, layout, INTERVAL_S):
+        recorder.add(KEY, 1.0)
+        assert not recorder
+        assert asyncio.all_tasks() == before

@@ -7,6 +7,7 @@ from tests.services.broker import bench as benches
 from tests.services.broker.bench import Bench, config, ids
 from tests.services.broker.requests.test_windows import Trainer
 
+from rolloutmq.schemas.config.run import TelemetryConfig
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerBeatReply, WorkerState
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
@@ -189,3 +190,15 @@ def test_the_last_latencies_are_told_at_the_end(wall: Wall) -> None:
     bench.producer().send(1, started_at=wall.start - 1.0, finished_at=wall.start)
     (told,) = bench.core.final_samples(wall.start)
     assert isinstance(told.message, LatencySample)  # type: ignore[union-attr]
+
+
+def test_a_run_without_latencies_tells_none(wall: Wall) -> None:
+    settings = config(e={}).model_copy(update={"telemetry": TelemetryConfig(latencies=False)})
+    bench = Bench(settings)
+    bench.tick()
+    bench.consumer()
+    bench.producer().send(2, started_at=wall.start - 1.0, finished_at=wall.start)
+    bench.settle(bench.batch(0))
+    bench.ask(Commit(consumer="c", version=PolicyVersion(0, 1)), Ok)
+    assert rows(bench) == {}
+    assert not bench.core._state.hops
