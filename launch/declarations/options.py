@@ -30,6 +30,9 @@ RunArgument = Annotated[Path | None, typer.Argument(help=CHANGES, autocompletion
 RunOption = Annotated[
     Path | None, typer.Option(*NAMES, metavar="RUN_DIR", help=CHANGES, autocompletion=completion.runs)
 ]
+GroupId = Annotated[
+    str, typer.Argument(help="Group id.", show_default=False, autocompletion=completion.groups)
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Worker = Annotated[
     str, typer.Argument(help="Worker name, for example sort3-0.", autocompletion=completion.workers)
