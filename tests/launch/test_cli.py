@@ -12,6 +12,7 @@ import pytest
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch import cli
+from rolloutmq.launch.declarations.records import dead, ledger
 from rolloutmq.launch.declarations.services import app as services
 from rolloutmq.launch.rundir import claimed
 from rolloutmq.schemas.process import Role
@@ -47,7 +48,7 @@ def test_help_loses_no_word_in_brackets() -> None:
     """Typer takes `[word]` in a help text for markup, and prints nothing in its place."""
     known = [
         *cli.app.registered_commands,
-        *(one for app in (services, cli.ledger, cli.dead) for one in app.registered_commands),
+        *(one for app in (services, ledger, dead) for one in app.registered_commands),
     ]
     texts = {
         one.name or getattr(one.callback, "__name__", ""): inspect.getdoc(one.callback) or "" for one in known
