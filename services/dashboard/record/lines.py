@@ -3,14 +3,15 @@
 A figure that is not finite is null in JSON.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores
-from rolloutmq.schemas.wire.latency import LatencyRow
+from rolloutmq.schemas.wire.latency import Hop, LatencyRow
 
 Number = float | None
 
@@ -91,7 +92,17 @@ class EvaluationLine(Line, frozen=True):
 class LatencyLine(Line, frozen=True):
     """Latencies that one process measured."""
 
+    name: str = ""
     rows: tuple[LatencyRow, ...] = ()
+
+    @property
+    def counted(self) -> Sequence[LatencyRow]:
+        """The rows that add up over processes: the broker tells the rollouts of all workers, and each worker its own
+        once more.
+        """
+        if self.name == Role.BROKER:
+            return self.rows
+        return [row for row in self.rows if row.hop is not Hop.ROLLOUT]
 
 
 class GpuLine(Line, frozen=True):

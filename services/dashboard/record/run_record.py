@@ -212,8 +212,9 @@ class RunRecord:
         self._tell(line.t, line.env, f"{change} {what}: {line.reason}")
 
     def _take_latencies(self, line: LatencyLine) -> None:
-        self.latencies.add(line.rows, line.t)
-        for row in line.rows:
+        rows = line.counted
+        self.latencies.add(rows, line.t)
+        for row in rows:
             key = f"{row.hop}:{row.env or row.route or row.engine}"
             began, durations = self._windows.get(key, (line.t, Histogram()))
             durations = durations.merged(row.durations)

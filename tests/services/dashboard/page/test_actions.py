@@ -1,5 +1,6 @@
 """Actions: confirmed first, sent once, and answered in the words of the run. And the whole page by keyboard."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +25,11 @@ def tab_to(browser: Browser, wanted: str, limit: int = 400) -> None:
         if focused(browser).startswith(wanted):
             return
     raise AssertionError(f"{limit} times Tab did not reach {wanted!r}")
+
+
+def is_in_view(browser: Browser, section: str) -> bool:
+    top = "return document.getElementById(arguments[0]).getBoundingClientRect().top < innerHeight"
+    return bool(browser.js(top, section))
 
 
 def opened(browser: Browser, played: PlayedServer, section: str) -> None:
@@ -145,13 +151,7 @@ def test_every_section_and_an_action_by_keyboard_alone(browser: Browser, played:
         outline = browser.js("return getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", section
         browser.press(ENTER)
-        browser.until(
-            lambda name=section: browser.js(
-                "return document.getElementById(arguments[0]).getBoundingClientRect().top < innerHeight",
-                name,
-            ),
-            section,
-        )
+        browser.until(partial(is_in_view, browser, section), section)
         browser.js("document.querySelector(arguments[0]).focus({preventScroll: true})", link)
     browser.js("document.body.focus(); document.querySelector('#nav a').focus()")
     tab_to(browser, "Scale sort3")

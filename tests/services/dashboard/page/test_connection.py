@@ -78,6 +78,8 @@ def test_changes_arrive_by_themselves(browser: Browser, played: PlayedServer) ->
     added = {"name": "queue", "key": "", "width_s": 1.0, "from": 400, "columns": rows}
     played.tell("history", {"cursor": "2", "reset": False, "series": [added]})
     browser.until_text("#flow .legend", "7.50")
+    said = browser.js("return document.querySelector('#flow [role=img]').getAttribute('aria-label')")
+    assert "pressure, batches: last 7.50, lowest 0.5" in said  # the rows before are still there
     assert played.streams_opened == 1
 
 

@@ -99,3 +99,22 @@ def test_a_chart_tells_its_data_without_its_picture(browser: Browser, played: Pl
         browser.js("return document.querySelectorAll('#flow details')[0].querySelectorAll('tbody tr').length")
         > 15
     )
+
+
+def test_the_way_of_a_group_of_each_environment_and_of_the_last_minutes(
+    browser: Browser, played: PlayedServer
+) -> None:
+    played.state["hops"][1]["clock_error_s"] = 0.01  # of `send`: two hosts, whose clocks agree no better
+    browser.open(played.link)
+    browser.until_text(".badge", "live")
+    browser.show("latency")
+    browser.until_text("#latency table", "1.12 s")
+    assert "< 10.0 ms" in browser.text("#latency table")
+    said = "return document.querySelector('.waterfall').getAttribute('aria-label')"
+    assert "Rollout: median 1.12 s, 99 of 100 within 3.81 s" in browser.js(said)
+    pick = "const n = document.getElementById(arguments[0]); n.selectedIndex = 1; n.dispatchEvent(new Event('change'))"
+    browser.js(pick, "latency-time")
+    browser.until_text("#latency table", "560 ms")
+    browser.js(pick, "latency-env")
+    browser.until_text("#latency table", "336 ms")
+    assert browser.complaints() == []

@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import pytest
 from tests.services.dashboard.record import lines
 from tests.services.dashboard.record.lines import T, line
@@ -157,6 +158,17 @@ def test_percentiles_of_hops() -> None:
     hop = series(found, "hop", "rollout:sort3")
     assert hop["p99_s"][0] == pytest.approx(0.1, rel=0.02) or hop["p99_s"][0] == pytest.approx(10.0, rel=0.02)
     assert sum(hop["count"]) <= 1000
+
+
+def test_the_rollouts_of_a_worker_do_not_count_twice() -> None:
+    told = lines.latencies(Hop.ROLLOUT, 0.1, 0.2)
+    call = lines.latencies(Hop.CALL, 0.1)
+    found = record(
+        line(told, 0.0),
+        line(msgspec.structs.replace(told, name="sort3-0"), 0.0),
+        line(msgspec.structs.replace(call, name="sort3-0"), 0.0),
+    )
+    assert [(row["hop"], row["count"]) for row in found.latencies.rows()] == [("rollout", 2), ("call", 1)]
 
 
 def test_recent_percentiles_forget_and_the_whole_does_not() -> None:

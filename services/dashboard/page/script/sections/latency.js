@@ -24,6 +24,12 @@ const PERCENTILES = [
   { title: "p99.9", number: true, wider: true, value: (row) => duration(row, row.p999_s) },
 ];
 
+// A row with the figures of the last minute or two in place of those of the whole run; none without a group in them.
+function lately(row) {
+  if (!row.recent_count) return { ...row, count: 0, p50_s: null, p95_s: null, p99_s: null, p999_s: null };
+  return { ...row, count: row.recent_count, p50_s: row.recent_p50_s, p95_s: row.recent_p95_s, p99_s: row.recent_p99_s, p999_s: row.recent_p999_s };
+}
+
 const keyOf = (row) => [row.hop, row.env, row.split, row.engine, row.route, row.status, row.name].join("\n");
 const isSummed = (row) => row.name === null || row.name === undefined || row.name === "";
 
@@ -33,7 +39,8 @@ export const latency = {
   needs: ["hops", "history"],
   mount(body) {
     const choice = el("select", { id: "latency-env" });
-    const pick = el("p", { class: "pick" }, el("label", { for: "latency-env", text: "Environment " }), choice);
+    const time = el("select", { id: "latency-time" }, el("option", { value: "run", text: "Whole run" }), el("option", { value: "lately", text: "Last minutes" }));
+    const pick = el("p", { class: "pick" }, el("label", { for: "latency-env", text: "Environment " }), choice, el("label", { for: "latency-time", text: "Over " }), time);
     const falls = el("div", { class: "waterfall", role: "img" });
     const hops = el("div");
     const table = new Table(hops, {
@@ -69,18 +76,19 @@ export const latency = {
     body.append(grid);
 
     let last = null;
-    choice.addEventListener("change", () => last && draw(last));
+    for (const field of [choice, time]) field.addEventListener("change", () => last && draw(last));
     const draw = (store) => {
       last = store;
-      const rows = store.list("hops").filter((row) => WAY.includes(row.hop) && isSummed(row));
+      const all = time.value === "lately" ? store.list("hops").map(lately) : store.list("hops");
+      const rows = all.filter((row) => WAY.includes(row.hop) && isSummed(row));
       const lanes = [...new Map(rows.map((row) => [`${row.env}\n${row.split}`, row])).values()];
       renewChoice(choice, lanes);
-      show(pick, lanes.length > 1);
+      show(pick, all.length > 0);
       const [env, split] = (choice.value || "\n").split("\n");
       const shown = WAY.map((hop) => rows.find((row) => row.hop === hop && row.env === env && row.split === split)).filter(Boolean);
       drawFalls(falls, shown);
       table.draw(shown);
-      callTable.draw(store.list("hops").filter((row) => !WAY.includes(row.hop) && isSummed(row)));
+      callTable.draw(all.filter((row) => !WAY.includes(row.hop) && isSummed(row)));
       chart.draw(WAY.flatMap((hop) => {
         const found = store.history("hop").filter(([key]) => key === `${hop}:${env}` || (!env && key.startsWith(`${hop}:`)));
         return found.slice(0, 1).map(([, columns]) => ({ label: TITLES[hop], times: columns.t, values: columns.p50_s ?? [], unit: seconds }));
