@@ -3,13 +3,13 @@
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread
 
 import pytest
+from tests.faults.support.processes import wait_until
 from tests.services.dashboard.browser import Answer, Browser
 from tests.services.dashboard.test_watch import beat
 
@@ -102,10 +102,11 @@ def test_a_worker_is_drained_and_an_unknown_one_is_told(broker: Broker, at_livin
 
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Let every command wait for a file, which is returned."""
+    """Let every command create `started` beside the returned file, and wait for that file."""
     go = tmp_path / "go"
     script = (
-        f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\nprint('{{}}')"
+        f"import pathlib, time\ngo = pathlib.Path({str(go)!r})\ngo.with_name('started').touch()\n"
+        "while not go.exists(): time.sleep(0.01)\nprint('{}')"
     )
     monkeypatch.setattr(Actions.__init__, "__defaults__", (lambda *_: (sys.executable, "-c", script), 60.0))
     return go
@@ -124,21 +125,14 @@ def posted(browser: Browser, answers: list[Answer]) -> Iterator[None]:
 def test_one_action_at_a_time(slow: Path, at_living: Browser) -> None:
     answers: list[Answer] = []
     with posted(at_living, answers):
-        deadline = time.monotonic() + 60
-        while True:
-            busy = at_living.post("/api/actions/drain", {"worker": ""}).status
-            assert busy == 400
-            probe = at_living.post("/api/actions/nothing", {})
-            assert probe.status == 404
-            if slow.parent.exists() and _is_busy(at_living):
-                break
-            assert time.monotonic() < deadline
-        slow.touch()
+        try:
+            wait_until(slow.with_name("started").exists, "the first command to start")
+            assert at_living.post("/api/actions/drain", {"worker": ""}).status == 400
+            assert at_living.post("/api/actions/nothing", {}).status == 404
+            assert at_living.post("/api/actions/requeue", {"all": True}).status == 429
+        finally:
+            slow.touch()
     assert [answer.status for answer in answers] == [200]
-
-
-def _is_busy(browser: Browser) -> bool:
-    return browser.post("/api/actions/requeue", {"all": True}).status == 429
 
 
 async def test_a_command_that_hangs_is_killed() -> None:
