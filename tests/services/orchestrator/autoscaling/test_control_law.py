@@ -110,6 +110,31 @@ def test_workers_go_late_and_not_for_a_moment_of_less_appetite() -> None:
     assert all(after >= math.ceil(before / 2) for before, after in pairwise(targets))
 
 
+@pytest.mark.parametrize(("burst_s", "is_withdrawn"), [(30, True), (90, False)])
+def test_workers_that_would_be_ready_after_a_burst_are_withdrawn_while_a_start_is_young(
+    burst_s: int, is_withdrawn: bool
+) -> None:
+    loop = Loop()
+    loop.tick(60, crew=WorkerCounts(ready=10, start_s=120.0))
+    for _ in range(burst_s):
+        crew = WorkerCounts(ready=10, starting=loop.last.target - 10, start_s=120.0)
+        loop.tick(eats=80.0, crew=crew)
+    assert (grown := loop.last.target) >= 18
+    for _ in range(15):
+        crew = WorkerCounts(ready=10, starting=loop.last.target - 10, start_s=120.0)
+        loop.tick(eats=20.0, crew=crew)
+    assert loop.last.target == (10 if is_withdrawn else grown)
+
+
+def test_crashed_workers_that_start_again_are_not_withdrawn() -> None:
+    loop = Loop()
+    loop.tick(60, crew=WorkerCounts(ready=10, start_s=120.0))
+    loop.tick(10, eats=80.0, crew=WorkerCounts(ready=10, start_s=120.0))
+    grown = loop.last.target
+    crew = WorkerCounts(ready=10, starting=grown - 10, restarting=grown - 10, start_s=120.0)
+    assert loop.tick(15, eats=20.0, crew=crew).target == grown
+
+
 def test_a_trainer_that_consumes_an_epoch_at_once_gets_workers_for_its_mean() -> None:
     """The queue holds an epoch: workers for the peak would start when it is over."""
     loop = Loop(workers=10)
