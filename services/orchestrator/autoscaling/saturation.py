@@ -296,7 +296,9 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         known = self.known or self.capacity
         if not known or engines < self.engines:
             return new
-        return replace(new, capacity=known * engines / self.engines, until=now + FIRST_HOLD_S)
+        # The wait for the first probe is the first hold time; without it two probes in a row would wait as long.
+        capacity, until = known * engines / self.engines, now + FIRST_HOLD_S
+        return replace(new, capacity=capacity, until=until, hold_s=2.0 * FIRST_HOLD_S)
 
     def _anew(self, uses: Sequence[ServerUse], now: float, left: Collection[str]) -> "SaturationDetector":
         """Return the state at the beginning of a measurement; the own one of those that are `left` out goes on."""

@@ -311,6 +311,21 @@ def test_another_engine_is_expected_to_feed_as_many_as_the_first() -> None:
     assert site.run(SURE, a=limit.most)["a"].most == limit.most
 
 
+def test_a_probe_after_another_engine_is_followed_by_a_longer_wait() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    site.engines, site.shared = 2, 80.0
+    found = site.run(SURE, a=41)["a"].most
+    tried = site.run(int(FIRST_HOLD_S), a=found)["a"].most
+    assert tried == found + 1
+    assert site.run(SURE, a=tried)["a"].most == found
+    assert site.run(int(FIRST_HOLD_S) + SURE, a=found)["a"].most == found, (
+        "the first wait came before the probe"
+    )
+    assert site.run(int(FIRST_HOLD_S) + SURE, a=found)["a"].most == found + 1
+
+
 def test_an_engine_that_feeds_more_than_expected_is_noticed() -> None:
     site = Site(shared=40.0)
     site.run(SHOWN_S, a=15)
