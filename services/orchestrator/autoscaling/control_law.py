@@ -358,7 +358,8 @@ class PressureController:
             state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
         if target > limit:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        wanted, band = math.ceil(want - ROUND), self._unsure_band(state, target)
+        wanted = math.ceil(want - self._tolerated(state, sample, want))
+        band = self._unsure_band(state, target)
         if starving and not target:
             wanted = max(wanted, 1)  # without a worker nothing can be measured
         if wanted > target:
@@ -372,6 +373,16 @@ class PressureController:
         if (target - most >= band or last) and (now >= state.calm_from or self._rests(state)):
             return self._down(state, math.ceil(most - ROUND), why, now)
         return self._hold(state, why)
+
+    def _tolerated(self, state: ControllerState, sample: PressureSample, want: float) -> float:
+        """Return the shortfall that brings no worker.
+
+        The number of ready workers varies where they crash, and with it their measured rates. A queue beyond twice its
+        setpoint bridges what chance may make of them, up to the dead band of few workers.
+        """
+        if state.rates.available >= 1.0 or sample.pressure <= 2.0 * self.scaling.setpoint_batches:
+            return ROUND
+        return min(max(ROUND, UNSURE * state.rates.error * want), WHOLE)
 
     def _kept(self, state: ControllerState, sample: PressureSample, want: float, now: float) -> int:
         """Return the workers to keep if less is wanted soon after a step up: those that were there before it stay."""

@@ -366,6 +366,19 @@ def test_crashing_workers_are_more_by_their_availability_and_what_the_queue_does
     assert want == pytest.approx((8.1 + margin * math.sqrt(8.1 * 0.2)) / 0.8, rel=0.03)
 
 
+@pytest.mark.parametrize(("pressure", "comes"), [(2.0, True), (8.0, False)])
+def test_a_long_queue_bridges_what_chance_makes_of_crashing_workers(pressure: float, comes: bool) -> None:
+    """Ten workers of which eight are ready make 16 sequences per second: 16.6 need 10.4."""
+    loop, crew = Loop(), WorkerCounts(ready=8, starting=2, restarting=2, start_s=2.0)
+    loop.tick(600, eats=16.0, crew=crew, pressure=8.0)
+    assert loop.last.target == 10
+    assert loop.state.rates.error > 0.01
+    targets = {
+        loop.tick(eats=16 + (second % 5 < 3), crew=crew, pressure=pressure).target for second in range(60)
+    }
+    assert (max(targets) > 10) == comes
+
+
 def test_a_known_number_of_workers_comes_back_in_one_step() -> None:
     loop = Loop(workers=40)
     loop.tick(120, eats=80.0)

@@ -12,7 +12,6 @@ from rolloutmq.services.orchestrator.simulation.series import constant, lines, s
 NORMAL_S: Final = 20.0
 SEEDS: Final = 3
 BROKEN: Final = {
-    ("few crash", 2.0): "flips: 6, worst 13 of 9; 10.5 over 20 seeds: the want passes a whole number",
     ("shared by two", 2.0): "throughput: 0.967 of the reference's, 0.97 at least",
 }
 """Scenarios and starts at which the law does not keep a bound."""
