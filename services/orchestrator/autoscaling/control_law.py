@@ -21,6 +21,9 @@ therefore either slow or unstable. This one divides two measured rates, and the 
       at once, then nothing       its demand is the mean of such cycles, while the queue lasts: see `cycles`
     want above target             scale up, once all updates of `confirm_up_s` agree, by a bounded step; a large step
                                   waits while the queue lasts for longer than a start: it may be a burst
+    want below target - band soon
+      after a step up             withdraw the workers that start, but for those wanted: at the end of a short burst,
+                                  they would be ready too late
     peak want of the window
       below target - band         scale down, once all updates of `confirm_down_s` agree, by a bounded step
     otherwise                     hold
@@ -99,6 +102,8 @@ UNSURE_PART: Final = 0.25
 wanted once and the one that is wanted now differ by chance."""
 ROUND: Final = 0.25
 """Tolerated shortfall in workers: the quotient of two rates is no more precise."""
+WITHDRAWN: Final = 0.5
+"""Part of a start within which a step up is withdrawn if the want falls: the rest of it costs more than was spent."""
 REFILLS: Final = 0.5
 """Part of the planned pace at which a queue is refilled: then the measured rates are right."""
 MORE, HALF = 0.9, 0.5
@@ -353,17 +358,39 @@ class PressureController:
             state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
         if target > limit:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
-        wanted, band = math.ceil(want - ROUND), self._unsure_band(state, target)
+        wanted = math.ceil(want - self._tolerated(state, sample, want))
+        band = self._unsure_band(state, target)
         if starving and not target:
             wanted = max(wanted, 1)  # without a worker nothing can be measured
         if wanted > target:
             why = f"{why}; starving" if starving else why
             return self._up(state, sample, wanted, why, now, at_once=starving)
+        kept = self._kept(state, sample, want, now)
+        if target - kept >= band:
+            return self._down(state, kept, f"{why}; less is wanted before the last step up is ready", now)
         most = state.wants[0][1]
         last = target == 1 and most <= ROUND and sample.pressure >= self.scaling.setpoint_batches
         if (target - most >= band or last) and (now >= state.calm_from or self._rests(state)):
             return self._down(state, math.ceil(most - ROUND), why, now)
         return self._hold(state, why)
+
+    def _tolerated(self, state: ControllerState, sample: PressureSample, want: float) -> float:
+        """Return the shortfall that brings no worker.
+
+        The number of ready workers varies where they crash, and with it their measured rates. A queue beyond twice its
+        setpoint bridges what chance may make of them, up to the dead band of few workers.
+        """
+        if state.rates.available >= 1.0 or sample.pressure <= 2.0 * self.scaling.setpoint_batches:
+            return ROUND
+        return min(max(ROUND, UNSURE * state.rates.error * want), WHOLE)
+
+    def _kept(self, state: ControllerState, sample: PressureSample, want: float, now: float) -> int:
+        """Return the workers to keep if less is wanted soon after a step up: those that were there before it stay."""
+        since, base = state.up_from
+        starting = sample.crew.starting - sample.crew.restarting
+        if starting <= 0 or now - since > WITHDRAWN * state.start_s:
+            return state.target
+        return min(state.target, max(math.ceil(want - ROUND), base, state.target - starting))
 
     def _up(
         self,

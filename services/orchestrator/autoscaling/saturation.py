@@ -25,6 +25,7 @@ that crashed and starts again counts as a worker.
 """
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
@@ -203,7 +204,7 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             few = FEW if self._is_unsuspected(use) else 0
             return ServerLimit(reach=max(few, use.workers, further))
         best = self.bests[use.env] * self.ready.get(use.env, use.available)
-        most = math.ceil(self._share(self.capacity, use, uses) / best - 1e-9) if self.capacity else 0
+        most = self._most(uses).get(use.env, 0)
         proven = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
         return ServerLimit(
             most=max(1, most) if most else 0,
@@ -217,6 +218,24 @@ class SaturationDetector(msgspec.Struct, frozen=True):
             above=self.above if self.made else 0.0,
             tests_fewer=self.tests_fewer,
         )
+
+    def _most(self, uses: Sequence[ServerUse]) -> dict[str, int]:
+        """Return the whole workers of each environment at the capacity; empty if it is unknown.
+
+        A worker too many of one environment takes throughput from the others. Of the roundings that keep the servers
+        full, the one counts that leaves all environments nearest to their shares, and up before down.
+        """
+        known = [one for one in uses if one.env in self.bests] if self.capacity else []
+        bests = [self.bests[one.env] * self.ready.get(one.env, one.available) for one in known]
+        exact = [self._share(self.capacity, one, uses) / best for one, best in zip(known, bests, strict=True)]
+        chosen = [math.ceil(one - 1e-9) for one in exact]
+        is_told = len(known) == len(uses) > 1 and not self.known and not self.tests_fewer
+        if is_told and min(exact) >= 1.0:
+            roundings = [[math.floor(one + part) for one in exact] for part in (0.5, 1e-9)]
+            least = self.capacity / ROOM - 1e-9
+            full = [one for one in roundings if sum(map(operator.mul, one, bests)) >= least]
+            chosen = min([chosen, *full], key=lambda numbers: _unlike(numbers, exact))
+        return {one.env: number for one, number in zip(known, chosen, strict=True)}
 
     def _metered(self, uses: Sequence[ServerUse]) -> dict[str, ProgressMeter]:
         """Return the meters after one more sample; at a known capacity nothing is confirmed."""
@@ -296,7 +315,9 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         known = self.known or self.capacity
         if not known or engines < self.engines:
             return new
-        return replace(new, capacity=known * engines / self.engines, until=now + FIRST_HOLD_S)
+        # The wait for the first probe is the first hold time; without it two probes in a row would wait as long.
+        capacity, until = known * engines / self.engines, now + FIRST_HOLD_S
+        return replace(new, capacity=capacity, until=until, hold_s=2.0 * FIRST_HOLD_S)
 
     def _anew(self, uses: Sequence[ServerUse], now: float, left: Collection[str]) -> "SaturationDetector":
         """Return the state at the beginning of a measurement; the own one of those that are `left` out goes on."""
@@ -575,10 +596,22 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         if not seen.is_sure:
             return self
         new = replace(new, capacity=max(self.capacity, min(ROOM * self.made, self.above)), made=0.0)
-        new = new._filled(seen, min(self.made, ROOM * seen.total))
+        new = new._filled(seen, min(self.made, ROOM * seen.total))._balanced(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
             return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
         return new
+
+    def _balanced(self, seen: Measurement) -> "SaturationDetector":
+        """Correct the paces of several environments by one another's, and keep their mean.
+
+        Full servers slow all workers alike, so the ratio of these paces is that without saturation. The first paces
+        come from a few groups: an environment that seems slower than it is would get too many workers.
+        """
+        if len(seen.paces) < 2 or seen.paces.keys() != self.bests.keys():
+            return self
+        parts = {env: pace / self.bests[env] for env, pace in seen.paces.items()}
+        mean = seen.total / seen.size
+        return replace(self, bests={env: best * parts[env] / mean for env, best in self.bests.items()})
 
     def _filled(self, seen: Measurement, made: float = 0.0) -> "SaturationDetector":
         """Take the throughput of full servers, if it is sure; a little more workers `made` more."""
@@ -628,3 +661,9 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
         new = replace(new, made=made, above=seen.size, proven=min(self.proven, capacity))._filled(seen)
         return replace(new, top=min(self.top, seen.total))._held(now)
+
+
+def _unlike(numbers: Sequence[int], shares: Sequence[float]) -> float:
+    """Return how unlike the parts of their shares are that environments get, rounded."""
+    parts = [number / share for number, share in zip(numbers, shares, strict=True)]
+    return round(max(parts) / min(parts), 3)

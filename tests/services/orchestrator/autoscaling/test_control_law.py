@@ -110,6 +110,31 @@ def test_workers_go_late_and_not_for_a_moment_of_less_appetite() -> None:
     assert all(after >= math.ceil(before / 2) for before, after in pairwise(targets))
 
 
+@pytest.mark.parametrize(("burst_s", "is_withdrawn"), [(30, True), (90, False)])
+def test_workers_that_would_be_ready_after_a_burst_are_withdrawn_while_a_start_is_young(
+    burst_s: int, is_withdrawn: bool
+) -> None:
+    loop = Loop()
+    loop.tick(60, crew=WorkerCounts(ready=10, start_s=120.0))
+    for _ in range(burst_s):
+        crew = WorkerCounts(ready=10, starting=loop.last.target - 10, start_s=120.0)
+        loop.tick(eats=80.0, crew=crew)
+    assert (grown := loop.last.target) >= 18
+    for _ in range(15):
+        crew = WorkerCounts(ready=10, starting=loop.last.target - 10, start_s=120.0)
+        loop.tick(eats=20.0, crew=crew)
+    assert loop.last.target == (10 if is_withdrawn else grown)
+
+
+def test_crashed_workers_that_start_again_are_not_withdrawn() -> None:
+    loop = Loop()
+    loop.tick(60, crew=WorkerCounts(ready=10, start_s=120.0))
+    loop.tick(10, eats=80.0, crew=WorkerCounts(ready=10, start_s=120.0))
+    grown = loop.last.target
+    crew = WorkerCounts(ready=10, starting=grown - 10, restarting=grown - 10, start_s=120.0)
+    assert loop.tick(15, eats=20.0, crew=crew).target == grown
+
+
 def test_a_trainer_that_consumes_an_epoch_at_once_gets_workers_for_its_mean() -> None:
     """The queue holds an epoch: workers for the peak would start when it is over."""
     loop = Loop(workers=10)
@@ -339,6 +364,19 @@ def test_crashing_workers_are_more_by_their_availability_and_what_the_queue_does
     crew = WorkerCounts(ready=8, starting=2, restarting=2, start_s=start_s)
     want = loop.tick(1200, eats=16.0, crew=crew).want
     assert want == pytest.approx((8.1 + margin * math.sqrt(8.1 * 0.2)) / 0.8, rel=0.03)
+
+
+@pytest.mark.parametrize(("pressure", "comes"), [(2.0, True), (8.0, False)])
+def test_a_long_queue_bridges_what_chance_makes_of_crashing_workers(pressure: float, comes: bool) -> None:
+    """Ten workers of which eight are ready make 16 sequences per second: 16.6 need 10.4."""
+    loop, crew = Loop(), WorkerCounts(ready=8, starting=2, restarting=2, start_s=2.0)
+    loop.tick(600, eats=16.0, crew=crew, pressure=8.0)
+    assert loop.last.target == 10
+    assert loop.state.rates.error > 0.01
+    targets = {
+        loop.tick(eats=16 + (second % 5 < 3), crew=crew, pressure=pressure).target for second in range(60)
+    }
+    assert (max(targets) > 10) == comes
 
 
 def test_a_known_number_of_workers_comes_back_in_one_step() -> None:

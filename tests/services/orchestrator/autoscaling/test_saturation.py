@@ -311,6 +311,21 @@ def test_another_engine_is_expected_to_feed_as_many_as_the_first() -> None:
     assert site.run(SURE, a=limit.most)["a"].most == limit.most
 
 
+def test_a_probe_after_another_engine_is_followed_by_a_longer_wait() -> None:
+    site = Site(shared=40.0)
+    site.run(SHOWN_S, a=15)
+    site.run(SHOWN_S, a=28)
+    site.engines, site.shared = 2, 80.0
+    found = site.run(SURE, a=41)["a"].most
+    tried = site.run(int(FIRST_HOLD_S), a=found)["a"].most
+    assert tried == found + 1
+    assert site.run(SURE, a=tried)["a"].most == found
+    assert site.run(int(FIRST_HOLD_S) + SURE, a=found)["a"].most == found, (
+        "the first wait came before the probe"
+    )
+    assert site.run(int(FIRST_HOLD_S) + SURE, a=found)["a"].most == found + 1
+
+
 def test_an_engine_that_feeds_more_than_expected_is_noticed() -> None:
     site = Site(shared=40.0)
     site.run(SHOWN_S, a=15)
@@ -451,6 +466,35 @@ def test_environments_of_one_server_get_its_capacity_by_their_weights() -> None:
     assert {env: limit.most for env, limit in again.items()} == {
         env: limit.most for env, limit in limits.items()
     }
+
+
+def test_paces_that_few_groups_told_are_corrected_at_the_capacity() -> None:
+    """By chance, one environment seemed 4 % slower than it is: it would get a worker more than its share."""
+    site = Site(shared=40.0, paces={"a": 2.0, "b": 1.0})
+    site.weights = {"a": 2.0, "b": 1.0}
+    site.detector = SaturationDetector(
+        capacity=42.0, bests={"a": 1.92, "b": 1.0}, proven=40.0, top=40.0, made=40.0, above=46.0, engines=1
+    )
+    before = site.run(1, a=14, b=14)
+    assert before["a"].best / before["b"].best == pytest.approx(1.92)
+    limits = site.run(SURE, a=14, b=14)
+    assert limits["a"].best / limits["b"].best == pytest.approx(2.0, rel=0.01)
+    assert limits["a"].most == limits["b"].most
+
+
+@pytest.mark.parametrize(
+    ("capacity", "pace", "numbers"), [(42.0, 1.99, (14, 14)), (44.9, 2.0, (15, 15)), (42.0, 1.0, (28, 14))]
+)
+def test_no_environment_gets_a_worker_at_the_cost_of_another(
+    capacity: float, pace: float, numbers: tuple[int, int]
+) -> None:
+    site = Site(shared=40.0, paces={"a": 2.0, "b": 1.0})
+    site.weights = {"a": 2.0, "b": 1.0}
+    site.detector = SaturationDetector(
+        capacity=capacity, bests={"a": pace, "b": 1.0}, proven=40.0, top=40.0, engines=1
+    )
+    limits = site.run(1, a=14, b=14)
+    assert (limits["a"].most, limits["b"].most) == numbers
 
 
 def test_an_environment_that_slows_another_is_not_longer_rollouts() -> None:
