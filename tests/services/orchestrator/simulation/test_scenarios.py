@@ -11,16 +11,12 @@ from rolloutmq.services.orchestrator.simulation.series import constant, lines, s
 
 NORMAL_S: Final = 20.0
 SEEDS: Final = 3
-BROKEN: Final[dict[tuple[str, float], str]] = {}
-"""Scenarios and starts at which the law does not keep a bound."""
 
 
 def cases() -> Iterator[Any]:
     for start_s in STARTS_S:
         for one in all_scenarios(start_s):
             marks = [] if start_s == NORMAL_S else [pytest.mark.extended]
-            if reason := BROKEN.get((one.name, start_s)):
-                marks.append(pytest.mark.xfail(strict=True, reason=reason))
             yield pytest.param(one, id=f"{one.name}-{start_s:g}", marks=marks)
 
 
