@@ -34,6 +34,7 @@ class Plant(NamedTuple):
         per_s: Sequences a second of the trainer.
         broker: Section `broker`.
         served: Rollouts need an inference server, which answers 8 requests a second.
+        batches: Batches after which the bottleneck shows.
     """
 
     change: str
@@ -41,6 +42,7 @@ class Plant(NamedTuple):
     per_s: float
     broker: dict[str, Any] = {}
     served: bool = False
+    batches: int = BATCHES
 
 
 def workers(
@@ -55,7 +57,9 @@ def workers(
 PLANTS: Final = {
     "rollouts": Plant("more workers", workers(2), FAST),
     "trainer": Plant("a faster trainer", workers(4), 4.0),
-    "inference": Plant("more inference", workers(8, "envs.py:Served", max_workers=20), FAST, served=True),
+    "inference": Plant(
+        "more inference", workers(8, "envs.py:Served", max_workers=20), FAST, served=True, batches=50
+    ),
     "mark": Plant("a larger mark", workers(8), BATCH / ROLLOUT_S, {"high_groups": 9}),
     "groups": Plant("smaller groups", workers(2, own_s=0.02, group_size=3), FAST, {"exact_wait_s": 1.0}),
 }
@@ -99,7 +103,7 @@ def test_the_planted_bottleneck_is_named(staffed: Staffed, run_dir: Path, name: 
         stack.enter_context(staffed(*program, e=plant.env, batch=BATCH, broker=plant.broker, **about))
         stack.enter_context(telemetry(run_dir))
         trainer = stack.enter_context(PacedTrainer(run_dir, BATCH, plant.per_s))
-        wait_until(lambda: trainer.pulled >= BATCHES, "batches")
+        wait_until(lambda: trainer.pulled >= plant.batches, "batches")
     found = profile(run_dir)
     first = found["advice"][0]
     assert first["change"].startswith(plant.change), found
