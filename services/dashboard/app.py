@@ -23,6 +23,7 @@ from aiohttp import web
 
 from rolloutmq.schemas.errors import RolloutMQError, UsageError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.printable import shell_word
 from rolloutmq.services.dashboard import stream as streams
 from rolloutmq.services.dashboard.actions import ACTIONS, Actions, words_of
 from rolloutmq.services.dashboard.crew import SORTS, page_of
@@ -102,6 +103,7 @@ class DashboardApp:
         self._one_letter = asyncio.Lock()
         self._in_hand = self._streams = 0
         self._asked_at = time.monotonic()
+        self._farewell = streams.leaving("the server of this page ends")
         self.watch = Watch(layout)
         self._routes: dict[str, tuple[str, Handler]] = {
             "/": ("GET", self._index),
@@ -123,6 +125,11 @@ class DashboardApp:
 
     async def _close(self, _app: web.Application) -> None:
         await self.watch.close()
+
+    def end_with_run(self) -> None:
+        """Say to open pages that the server ends because the run has ended."""
+        again = f"rolloutmq dashboard {shell_word(self._layout.root)}"
+        self._farewell = streams.leaving(f"The run has ended; `{again}` shows how.", over=True)
 
     def idle_s(self) -> float:
         """Return the time since the last request; 0 while one is under way, such as an open stream."""
@@ -250,7 +257,7 @@ class DashboardApp:
                     told = stream.take() if await stream.wait(BEAT_S) else streams.beat(time.time())
                     if told:
                         await _send(response, told)
-                await _send(response, streams.leaving("the server of this page ends"))
+                await _send(response, self._farewell)
         except (ConnectionError, TimeoutError):
             if request.transport is not None:
                 request.transport.abort()

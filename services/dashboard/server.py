@@ -38,6 +38,8 @@ IDLE_S: Final = 60.0
 ORPHAN_IDLE_S: Final = 5.0
 """The same once its launcher is gone."""
 LOOK_S: Final = 1.0
+IDLE: Final = "idle"
+"""Reason of the end without a viewer."""
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -82,6 +84,8 @@ async def serve(
     async with serving(page.app(), bound):
         if idles:
             await _until_idle(page, stop)
+            if stop.reason != IDLE:
+                page.end_with_run()
         else:
             await stop.wait()
 
@@ -92,7 +96,7 @@ async def _until_idle(page: DashboardApp, stop: Stop) -> None:
     while not stop.event.is_set():
         patience_s = IDLE_S if os.getppid() == parent else ORPHAN_IDLE_S
         if page.idle_s() > patience_s:
-            stop.request("idle")
+            stop.request(IDLE)
             return
         try:
             async with asyncio.timeout(LOOK_S):

@@ -125,9 +125,9 @@ def beat(at: float) -> bytes:
     return _event(b"beat", msgspec.json.encode({"at": at}))
 
 
-def leaving(text: str) -> bytes:
-    """Return the last event of a server that ends."""
-    return _event(b"leave", msgspec.json.encode({"text": text}))
+def leaving(text: str, *, over: bool = False) -> bytes:
+    """Return the last event of a server that ends; `over` with its run."""
+    return _event(b"leave", encoded_json({"text": text, "over": over}))
 
 
 def _event(name: bytes, data: bytes) -> bytes:

@@ -116,6 +116,19 @@ async def test_after_a_server_that_ended_the_next_look_starts_another(config: Ru
         assert (await asked(browser.state))["run"]["name"] == "mine"
 
 
+async def test_an_open_page_hears_that_the_run_has_ended(config: RunConfig) -> None:
+    async with listening(config) as page:
+        browser = Browser(page.link)
+        await asked(browser.enter)
+        stream = browser.stream()
+        await asked(stream.until, "state")
+        events = stream.events()
+    told = [(name, data) for name, data in await asked(list, events) if name == "leave"]
+    again = f"rolloutmq dashboard {config.run.dir}"
+    assert told == [("leave", {"text": f"The run has ended; `{again}` shows how.", "over": True})]
+    stream.__exit__()
+
+
 def test_a_used_port_is_told_and_the_run_goes_on(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = validate({"dashboard": {"port": taken.getsockname()[1]}})

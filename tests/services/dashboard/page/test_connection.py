@@ -56,6 +56,20 @@ def test_a_restarted_server_is_found_again(browser: Browser, played: PlayedServe
     assert browser.text(".notice-line") == ""
 
 
+def test_a_server_that_ends_with_its_run_is_not_missed(browser: Browser, played: PlayedServer) -> None:
+    browser.open(played.link)
+    browser.until_text(".badge", "live")
+    played.tell("leave", {"text": "The run has ended; `rolloutmq dashboard runs/a` shows how.", "over": True})
+    browser.until_text(".badge", "finished")
+    played.stop()
+    browser.until_text(".age", "last heard")
+    assert browser.text(".badge") == "finished"
+    assert browser.text(".notice-line") == "The run has ended; `rolloutmq dashboard runs/a` shows how."
+    assert "left" not in browser.text(".progress")
+    played.start()
+    browser.until_text(".badge", "live")
+
+
 def test_a_silent_server_makes_the_page_stale(browser: Browser, played: PlayedServer) -> None:
     played.beats = False
     browser.open(played.link)

@@ -102,25 +102,30 @@ export class RemoteRun {
     hear("history", (data) => this.store.takeHistory(data));
     hear("beat", () => {});
     hear("end", (data) => this.store.setEnded(plain(data.text, 400) || "the run has ended"));
-    hear("leave", (data) => this.store.setLink(LINK.LOST, plain(data.text, 400)));
+    hear("leave", (data) => this.store.setLink(data.over ? LINK.OVER : LINK.LOST, plain(data.text, 600)));
     source.addEventListener("error", () => {
       if (source !== this._source) return;
       if (source.readyState === EventSource.CLOSED) this._refused();
-      else this.store.setLink(LINK.LOST, "the connection is lost; trying again");
+      else this._lose("the connection is lost; trying again");
     });
+  }
+
+  // A server that ended with its run is not missed, but looked for: another may begin at its address.
+  _lose(text) {
+    if (this.store.link.kind !== LINK.OVER) this.store.setLink(LINK.LOST, text);
   }
 
   // A stream that the server refused is closed for good: a request tells why.
   async _refused() {
     try {
       await ask("/api/state");
-      this.store.setLink(LINK.LOST, "the server takes no further page; trying again");
+      this._lose("the server takes no further page; trying again");
     } catch (error) {
       if (error.status === 401) {
         this.store.setLink(LINK.SIGNED_OUT, this._why ?? error.message);
         return;
       }
-      this.store.setLink(LINK.LOST, `${error.message}; trying again`);
+      this._lose(`${error.message}; trying again`);
     }
     clearTimeout(this._timer);
     this._timer = setTimeout(() => this._connect(), RETRY_MS);

@@ -9,6 +9,7 @@ export const LINK = Object.freeze({
   LIVE: "live",
   STALE: "stale",
   LOST: "lost",
+  OVER: "over",
   SIGNED_OUT: "signed out",
   STORED: "stored",
 });

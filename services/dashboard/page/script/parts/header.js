@@ -17,6 +17,7 @@ function standing(store) {
   if (kind === LINK.SIGNED_OUT) {
     return { tone: "bad", word: "signed out", sentence: `Open the link that \`rolloutmq dashboard\` printed: ${text}.` };
   }
+  if (kind === LINK.OVER) return { tone: "done", word: LIVES.ended, sentence: text };
   if (kind === LINK.CONNECTING) return { tone: "quiet", word: "connecting", sentence: "" };
   if (kind === LINK.LOST) return { tone: "bad", word: "disconnected", sentence: `Values are old: ${text}.` };
   if (kind === LINK.STALE) return { tone: "warn", word: "stale", sentence: `Values are old: ${text}.` };
@@ -72,9 +73,10 @@ export function mountHeader(root, { store, run }) {
     show(bar, Boolean(total));
     if (total) bar.value = Math.min(1, (state.step ?? 0) / total);
     const parts = [total ? `step ${count(state.step)} of ${count(total)}` : `step ${count(state.step)}`];
-    if (state.life === "living" && state.steps_per_s) parts.push(rate(state.steps_per_s, state.steps_per_s === 1 ? "step" : "steps"));
+    const isLiving = state.life === "living" && store.link.kind !== LINK.OVER;
+    if (isLiving && state.steps_per_s) parts.push(rate(state.steps_per_s, state.steps_per_s === 1 ? "step" : "steps"));
     if (state.ran_s !== null && state.ran_s !== undefined) parts.push(clock(state.ran_s));
-    if (state.life === "living" && state.left_s !== null && state.left_s !== undefined) parts.push(`${clock(state.left_s)} left`);
+    if (isLiving && state.left_s !== null && state.left_s !== undefined) parts.push(`${clock(state.left_s)} left`);
     setText(steps, "step" in state ? parts.join("  ·  ") : "");
   };
   store.subscribe(["run", "link"], draw);
