@@ -17,11 +17,12 @@ from rolloutmq.bus.tokenizer_fingerprint import FILE, student_directory
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.group import Column, Group
+from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.loss_mask import marked_tokens
 from rolloutmq.schemas.printable import moment
 from rolloutmq.schemas.wire.envelope import Dtype
 from rolloutmq.services.broker.journal.dead_letters import DeadEntry, DeadGroup, DeadLetterStore
+from rolloutmq.services.monitor.text.columns import preview, shape
 
 ROWS_LIMIT: Final = 500
 """Most letters of one reply."""
@@ -30,8 +31,6 @@ TOKENS_LIMIT: Final = 4096
 """Most sequences of one reply, and most tokens of each."""
 CONTENTS_LIMIT_BYTES: Final = 64 << 20
 """Largest file whose contents are read."""
-PREVIEW: Final = 8
-PREVIEW_CHARS: Final = 200
 
 
 class Tokenizer(Protocol):
@@ -196,7 +195,7 @@ def _contents(found: DeadGroup, tokenizer: Tokenizer | None, sequence: int, limi
         "offset": sequence,
         "sequences": [*_sequences(group, tokenizer, sequence, limit)],
         "columns": [
-            {"name": name, "kind": _kind(column), "preview": _preview(column)}
+            {"name": name, "kind": shape(column), "preview": preview(column)}
             for name, column in group.columns.items()
         ],
     }
@@ -287,20 +286,3 @@ def _mean(rows: Sequence[Any] | None, index: int, where: NDArray[np.bool_]) -> f
 def _number(value: Any) -> float | None:
     number = float(value)
     return float(f"{number:.6g}") if np.isfinite(number) else None
-
-
-def _kind(column: Column) -> str:
-    kind = column.dtype.name.lower()
-    if column.dtype is Dtype.OPAQUE:
-        return kind
-    if not column.lengths:
-        return f"{kind} [{column.values.size}]"
-    spans = (f"[{level.min()}..{level.max()}]" for level in column.lengths if level.size)
-    return f"{kind} [{column.lengths[0].size}]{''.join(spans)}"
-
-
-def _preview(column: Column) -> str:
-    if column.dtype is Dtype.OPAQUE:
-        return repr(column.values)[:PREVIEW_CHARS]
-    more = " ..." if column.values.size > PREVIEW else ""
-    return " ".join(map(str, column.values[:PREVIEW].tolist())) + more

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -14,17 +14,12 @@ from rolloutmq.launch.commands.records.explain import history
 from rolloutmq.launch.commands.steer import ANSWER_S
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.group import Column
 from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.schemas.wire.control import Requeue, Requeued
-from rolloutmq.schemas.wire.envelope import Dtype
 from rolloutmq.services.broker.journal.dead_letters import DeadEntry, DeadGroup, DeadLetterStore
 from rolloutmq.services.broker.journal.read.versions import require_own_records
+from rolloutmq.services.monitor.text.columns import preview, shape
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
-
-PREVIEW: Final = 8
-"""Values shown of a column."""
-PREVIEW_CHARS: Final = 200
 
 
 def show_list(run_dir: Path, *, as_json: bool) -> int:
@@ -160,22 +155,4 @@ def _columns(found: DeadGroup) -> Iterator[str]:
         yield f"  contents do not decode: {error}"
         return
     for name, column in group.columns.items():
-        yield f"  {name:<20} {_shape(column):<24} {_preview(column)}"
-
-
-def _shape(column: Column) -> str:
-    """Return type and rows of a column, for example `i32 [4][12..31]`."""
-    kind = column.dtype.name.lower()
-    if column.dtype is Dtype.OPAQUE:
-        return kind
-    if not column.lengths:
-        return f"{kind} [{column.values.size}]"
-    spans = (f"[{level.min()}..{level.max()}]" for level in column.lengths if level.size)
-    return f"{kind} [{column.lengths[0].size}]{''.join(spans)}"
-
-
-def _preview(column: Column) -> str:
-    if column.dtype is Dtype.OPAQUE:
-        return repr(column.values)[:PREVIEW_CHARS]
-    values = column.values[:PREVIEW].tolist()
-    return " ".join(map(str, values)) + (" ..." if column.values.size > PREVIEW else "")
+        yield f"  {name:<20} {shape(column):<24} {preview(column)}"
