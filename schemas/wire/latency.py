@@ -13,6 +13,8 @@ from msgspec import Meta, Struct
 from rolloutmq.schemas.statistics.histogram import Histogram
 from rolloutmq.schemas.wire.envelope import Count, Message, Seconds, Split
 
+BROKER = "broker"
+"""Name of the broker in its samples: it measures the hops of all groups."""
 ROWS_LIMIT = 256
 """Most rows of a sample; more of them share one row of their hop without names, and count in `dropped_rows`."""
 

@@ -24,7 +24,7 @@ from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.schemas.config.base import PROCESSES_LIMIT
 from rolloutmq.schemas.wire.control import WorkerBeat
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.schemas.wire.latency import Hop, LatencySample
+from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencySample
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder, RowRecorder
 
@@ -32,8 +32,6 @@ GATHERED: Final = 256
 """New groups that are counted together: many enough, and still in the cache of the processor."""
 CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
 """Most producers on other hosts: two of each worker."""
-BROKER: Final = "broker"
-"""Name of the broker in its samples."""
 
 
 class Clock(msgspec.Struct, frozen=True):

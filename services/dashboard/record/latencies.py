@@ -7,10 +7,7 @@ engine, route and status class.
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rolloutmq.schemas.statistics.histogram import BUCKETS, Histogram
+from rolloutmq.schemas.statistics.histogram import Histogram, HistogramBuilder
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow
 
 KEYS_LIMIT: Final = 256
@@ -32,32 +29,17 @@ class Key(NamedTuple):
 
 
 class _Total:
-    """Sum of histograms."""
+    """Sum of durations, and their tokens."""
 
-    __slots__ = ("counts", "tokens", "total_s")
+    __slots__ = ("durations", "tokens")
 
     def __init__(self) -> None:
-        self.counts: NDArray[np.int64] = np.zeros(BUCKETS, np.int64)
-        self.total_s = 0.0
+        self.durations = HistogramBuilder()
         self.tokens = 0
 
     def add(self, durations: Histogram, tokens: int) -> None:
-        self.counts[durations.first : durations.first + len(durations.counts)] += durations.counts
-        self.total_s += durations.total_s
+        self.durations.merge(durations)
         self.tokens += tokens
-
-    def merged(self, other: "_Total") -> "_Total":
-        both = _Total()
-        both.counts = self.counts + other.counts
-        both.total_s, both.tokens = self.total_s + other.total_s, self.tokens + other.tokens
-        return both
-
-    def histogram(self) -> Histogram:
-        filled = np.flatnonzero(self.counts)
-        if not filled.size:
-            return Histogram()
-        first, last = int(filled[0]), int(filled[-1])
-        return Histogram(first, tuple(self.counts[first : last + 1].tolist()), self.total_s)
 
 
 class _Row:
@@ -118,8 +100,9 @@ class Latencies:
 
 
 def _fields(key: Key, row: _Row, window_s: float, span_s: float) -> dict[str, Any]:
-    whole, recent = row.whole.histogram(), row.last.merged(row.present)
-    lately = recent.histogram()
+    whole = row.whole.durations.histogram()
+    lately = row.last.durations.histogram().merged(row.present.durations.histogram())
+    recent_tokens = row.last.tokens + row.present.tokens
     return {
         **key._asdict(),
         "count": whole.count,
@@ -128,7 +111,7 @@ def _fields(key: Key, row: _Row, window_s: float, span_s: float) -> dict[str, An
         "recent_count": lately.count,
         **_percentiles(lately, "recent_"),
         "per_s": _short((lately.count / window_s) if lately.count else whole.count / span_s),
-        "tokens_per_s": _short((recent.tokens / window_s) if lately.count else row.whole.tokens / span_s),
+        "tokens_per_s": _short((recent_tokens / window_s) if lately.count else row.whole.tokens / span_s),
         "slowest_s": _short(row.slowest_s),
         "slowest_id": row.slowest_id,
         "clock_error_s": _short(row.clock_error_s),

@@ -14,10 +14,8 @@ import msgspec
 
 from rolloutmq.schemas.statistics.histogram import Histogram, HistogramBuilder
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
+from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencyRow, LatencySample
 
-BROKER: Final = "broker"
-"""Name of the broker in its samples."""
 OTHERS: Final = "(others)"
 """Label of what had no row of its own."""
 ROWS_LIMIT: Final = 4096

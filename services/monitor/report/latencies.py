@@ -8,14 +8,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rolloutmq.schemas.statistics.histogram import BUCKETS, Histogram
+from rolloutmq.schemas.statistics.histogram import Histogram, HistogramBuilder
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
+from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencyRow, LatencySample
 
-BROKER: Final = "broker"
 KEYS_LIMIT: Final = 2048
 """Most sums at once; rows of further environments are left out."""
 SLOT_S: Final = 10.0
@@ -61,7 +57,7 @@ class LatencySums:
     """Sums of latency samples by environment, split and hop."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[LatencyKey, bool], _Sum] = {}
+        self._sums: dict[tuple[LatencyKey, bool], HistogramBuilder] = {}
 
     def add(self, sample: LatencySample) -> None:
         """Add the rows about hops of groups."""
@@ -75,8 +71,8 @@ class LatencySums:
         if found is None:
             if len(self._sums) >= KEYS_LIMIT:
                 return
-            found = self._sums[key] = _Sum()
-        found.add(row.durations)
+            found = self._sums[key] = HistogramBuilder()
+        found.merge(row.durations)
 
     def histograms(self) -> dict[LatencyKey, Histogram]:
         """Return the histogram of each key with durations, by environment, split and hop."""
@@ -85,14 +81,13 @@ class LatencySums:
 
 def merged(parts: Iterable[LatencySums]) -> dict[LatencyKey, Histogram]:
     """Return the histograms of several sums together, by environment, split and hop."""
-    totals: dict[tuple[LatencyKey, bool], _Sum] = {}
+    totals: dict[tuple[LatencyKey, bool], HistogramBuilder] = {}
     for part in parts:
         for key, one in part._sums.items():
-            totals.setdefault(key, _Sum()).merge(one)
-    found = {key: one.histogram() for (key, is_broker), one in totals.items() if not is_broker}
-    found |= {
-        key: one.histogram() for (key, is_broker), one in totals.items() if is_broker and one.counts.any()
-    }
+            totals.setdefault(key, HistogramBuilder()).merge(one.histogram())
+    summed = {key: one.histogram() for key, one in totals.items()}
+    found = {key: one for (key, is_broker), one in summed.items() if not is_broker}
+    found |= {key: one for (key, is_broker), one in summed.items() if is_broker and one.counts}
     order = {hop: place for place, hop in enumerate(GROUP_HOPS)}
     keys = sorted(found, key=lambda key: (key.env, key.split.value, order[key.hop]))
     return {key: found[key] for key in keys if found[key].counts}
@@ -154,27 +149,3 @@ def plain(found: Mapping[LatencyKey, Percentiles]) -> list[dict[str, Any]]:
         {"env": key.env, "split": key.split.name.lower(), "hop": key.hop.value, **one._asdict()}
         for key, one in found.items()
     ]
-
-
-class _Sum:
-    """Counts by bucket."""
-
-    def __init__(self) -> None:
-        self.counts: NDArray[np.int64] = np.zeros(BUCKETS, np.int64)
-        self.total_s = 0.0
-
-    def add(self, durations: Histogram) -> None:
-        if durations.counts:
-            self.counts[durations.first : durations.first + len(durations.counts)] += durations.counts
-            self.total_s += durations.total_s
-
-    def merge(self, other: "_Sum") -> None:
-        self.counts += other.counts
-        self.total_s += other.total_s
-
-    def histogram(self) -> Histogram:
-        filled = np.flatnonzero(self.counts)
-        if not filled.size:
-            return Histogram()
-        first, last = int(filled[0]), int(filled[-1])
-        return Histogram(first, tuple(self.counts[first : last + 1].tolist()), self.total_s)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.statistics.histogram import BUCKETS, HistogramBuilder
-from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
+from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencyRow, LatencySample
 from rolloutmq.services.telemetry.export.label_bound import OTHER
 from rolloutmq.services.telemetry.export.prometheus.bounds import Bounds
 from rolloutmq.services.telemetry.export.prometheus.families import Families
@@ -60,9 +60,6 @@ class _Series:
     def buckets(self) -> list[tuple[str, float]]:
         return [*zip(_TEXTS, accumulate(self.counts.tolist()), strict=True)]
 
-
-BROKER: Final = "broker"
-"""Process that measures the hops of all groups."""
 
 Key = tuple[str, ...]
 """Name of the histogram and values of its labels."""

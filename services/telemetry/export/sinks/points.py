@@ -19,7 +19,7 @@ from rolloutmq.schemas.statistics.histogram import Histogram
 from rolloutmq.schemas.wire.control import Pressure, StepDone
 from rolloutmq.schemas.wire.envelope import Count, Seconds
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
-from rolloutmq.schemas.wire.latency import Hop, LatencySample
+from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencySample
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, Event
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.telemetry.export.label_bound import OTHER, LabelBound
@@ -30,7 +30,6 @@ ENVIRONMENTS: Final = 50
 """Environments with figures of their own; of the others there are none, but for the sums over all."""
 FIGURES: Final = 200
 """Figures of a trainer and reasons of waits, by name."""
-BROKER: Final = "broker"
 PERCENTS: Final = (50, 95, 99)
 VALUES_LIMIT: Final = 2000
 """Most values of a point."""
