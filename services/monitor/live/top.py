@@ -144,26 +144,17 @@ class LiveView:
             self._live.start(refresh=True)
 
 
-class PlainView:
-    """Progress lines, for output that is not a terminal; lines of JSON for a program."""
+class _Lines:
+    """A view that prints lines, and changes nothing of the terminal."""
 
     panel: Panel | None = None
 
     def __init__(
-        self,
-        board: RunState,
-        write: Callable[[str], object],
-        now: Callable[[], float] = time.monotonic,
-        *,
-        as_json: bool = False,
+        self, board: RunState, write: Callable[[str], object], now: Callable[[], float] = time.monotonic
     ) -> None:
         self.board = board
-        self._progress = Progress(board, as_json=as_json)
         self._write = write
         self._now = now
-        self._noticed = ""
-        self._given_up: Mapping[str, str] = {}
-        self._is_unheard = False
 
     def __enter__(self) -> Self:
         return self
@@ -177,6 +168,24 @@ class PlainView:
         """Apply one event of the run."""
         if topic.startswith(SHOWN):
             self.board.feed(event, self._now())
+
+
+class PlainView(_Lines):
+    """Progress lines, for output that is not a terminal; lines of JSON for a program."""
+
+    def __init__(
+        self,
+        board: RunState,
+        write: Callable[[str], object],
+        now: Callable[[], float] = time.monotonic,
+        *,
+        as_json: bool = False,
+    ) -> None:
+        super().__init__(board, write, now)
+        self._progress = Progress(board, as_json=as_json)
+        self._noticed = ""
+        self._given_up: Mapping[str, str] = {}
+        self._is_unheard = False
 
     def refresh(self) -> None:
         """Print a line if one is due, a new notice once, and whether the orchestrator is heard at each change.
@@ -198,31 +207,14 @@ class PlainView:
             self._write(line + "\n")
 
 
-class StateLines:
+class StateLines(_Lines):
     """The whole state as a line of JSON, once a second."""
-
-    panel: Panel | None = None
 
     def __init__(
         self, board: RunState, write: Callable[[str], object], now: Callable[[], float] = time.monotonic
     ) -> None:
-        self.board = board
-        self._write = write
-        self._now = now
+        super().__init__(board, write, now)
         self._due_at = float("-inf")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        """Do nothing; there is nothing to restore."""
-
-    def feed(self, topic: bytes, event: Event) -> None:
-        """Apply one event of the run."""
-        if topic.startswith(SHOWN):
-            self.board.feed(event, self._now())
 
     def refresh(self) -> None:
         """Print a line if one is due; the first once the broker is heard."""
