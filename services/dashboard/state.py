@@ -18,6 +18,7 @@ from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.telemetry import GpuSample, ProcessSample
 from rolloutmq.services.dashboard.record.run_record import RunRecord
+from rolloutmq.services.dashboard.record.waited import added
 from rolloutmq.services.dashboard.run_files import RunFiles
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.report import evaluation
@@ -90,7 +91,7 @@ def sections(shown: Shown, now: float, wall: float) -> Sections:
     pressure = board.pressure
     return {
         "run": _run(shown, now),
-        "queue": None if pressure is None else _queue(board, pressure),
+        "queue": None if pressure is None else _queue(shown, pressure),
         "waits": _waits(shown),
         "environments": [*_environments(shown)],
         "worker_counts": {state: int(count) for count, state in in_order(counted(shown.crew))},
@@ -156,13 +157,15 @@ def _run(shown: Shown, now: float) -> dict[str, Any]:
     }
 
 
-def _queue(board: RunState, pressure: Pressure) -> dict[str, Any]:
+def _queue(shown: Shown, pressure: Pressure) -> dict[str, Any]:
+    board = shown.board
     names = (
         *("rollout_pressure", "queued_sequences", "batch_sequences", "queued_groups", "queued_bytes"),
         *("leased_bytes", "high_bytes", "high_groups", "produced_per_s", "consumed_per_s", "staleness_max"),
-        *("starved_s", "granted_bytes", "untrained_s"),
+        *("granted_bytes", "untrained_s"),
     )
     known = {name: getattr(pressure, name) for name in names}
+    known["starved_s"] = pressure.starved_s + shown.record.waited_before(pressure.epoch).starved_s
     return {**known, "low": board.low, "high": board.high, "staleness_bound": board.staleness_bound}
 
 
@@ -173,7 +176,7 @@ def _waits(shown: Shown) -> dict[str, Any]:
             "why": "",
             "trainer": "",
             "workers": "",
-            "seconds": [] if pressure is None else _spent(pressure),
+            "seconds": [] if pressure is None else _spent(shown, pressure),
         }
     counts = counted(shown.crew)
     config = shown.config
@@ -188,19 +191,20 @@ def _waits(shown: Shown) -> dict[str, Any]:
         ),
         "trainer": files.outside or waits.trainer(pressure, counts),
         "workers": waits.workers(pressure, files.unserved, counts),
-        "seconds": _spent(pressure),
+        "seconds": _spent(shown, pressure),
     }
 
 
-def _spent(pressure: Pressure) -> list[dict[str, Any]]:
-    """Return the seconds of waiting by reason since the start of the broker, the longest first."""
+def _spent(shown: Shown, pressure: Pressure) -> list[dict[str, Any]]:
+    """Return the seconds of waiting by reason, over all lives of the broker, the longest first."""
+    earlier = shown.record.waited_before(pressure.epoch)
     spent = [
         {"who": who, "reason": reason, "seconds": round(seconds, 1)}
-        for who, reasons in (
-            ("trainer", pressure.trainer_waits_s),
-            ("workers", pressure.producer_waits_s),
+        for who, now, before in (
+            ("trainer", pressure.trainer_waits_s, earlier.trainer_waits_s),
+            ("workers", pressure.producer_waits_s, earlier.producer_waits_s),
         )
-        for reason, seconds in reasons.items()
+        for reason, seconds in added(before, now).items()
     ]
     return sorted(spent, key=lambda one: (one["who"], -float(one["seconds"])))
 

@@ -29,6 +29,7 @@ from rolloutmq.services.dashboard.record.lines import (
     StepLine,
 )
 from rolloutmq.services.dashboard.record.series import Fold, SeriesBook
+from rolloutmq.services.dashboard.record.waited import Waited
 from rolloutmq.services.monitor.report import history
 
 HEAD_BYTES: Final = 1024
@@ -104,6 +105,7 @@ class RunRecord:
         self.damaged = 0
         """Lines that do not decode."""
         self._pressure: PressureLine | None = None
+        self._earlier = Waited()
         self._step = -1, -1
         self._targets: dict[str, tuple[int, str]] = {}
         self._cordons: dict[str, tuple[str, ...]] = {}
@@ -163,11 +165,18 @@ class RunRecord:
             "workers": sum(states.values()),
         }
         before, self._pressure = self._pressure, line
+        if before is not None and before.epoch != line.epoch:
+            self._earlier = self._earlier.plus(before)
         if before is not None and before.epoch == line.epoch and (gap_s := line.t - before.t) > 0:
             waits = self._waits(before, line, gap_s)
             values["trainer_wait"] = _share(line.starved_s - before.starved_s, gap_s)
             values["blocked"] = min(1.0, sum(waits.values()))
         self.series.add("queue", "", line.t, values)
+
+    def waited_before(self, epoch: int) -> Waited:
+        """Return the waits of the lives of the broker before one: its own sums begin with its start."""
+        last = self._pressure
+        return self._earlier if last is None or last.epoch == epoch else self._earlier.plus(last)
 
     def _waits(self, before: PressureLine, line: PressureLine, gap_s: float) -> dict[str, float]:
         """Add the part of the time that trainers and producers waited, by reason; return that of producers."""

@@ -145,6 +145,20 @@ def test_the_end_of_the_broker_and_its_next_life(run_dir: Path) -> None:
             assert browser.post("/api/actions/requeue", {"all": True}).code == "read_only"
 
 
+def test_waits_count_every_life_of_the_broker(ended: RunLayout) -> None:
+    lives = [
+        lines.pressure(9, starved_s=100.0, trainer_waits_s={"no_batch": 100.0}),
+        lines.pressure(9, epoch=2, starved_s=5.0, trainer_waits_s={"no_batch": 5.0}),
+    ]
+    record = b"".join(lines.line(one, after_s, b"pressure") + b"\n" for after_s, one in enumerate(lives, 10))
+    with ended.metrics.open("ab") as file:
+        file.write(record)
+    with opened(ended.root) as browser:
+        told = browser.state()
+    assert told["queue"]["starved_s"] == 105.0
+    assert told["waits"]["seconds"] == [{"who": "trainer", "reason": "no_batch", "seconds": 105.0}]
+
+
 def test_a_run_that_begins_again_in_its_directory(ended: RunLayout) -> None:
     with opened(ended.root) as browser, browser.stream() as stream:
         page = Page(stream).until(lambda page: page.series)

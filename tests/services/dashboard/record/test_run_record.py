@@ -73,6 +73,15 @@ def test_a_restarted_broker_waited_no_negative_time() -> None:
     assert series(found, "queue")["trainer_wait"] == [None, None]
 
 
+def test_waits_add_up_over_the_lives_of_the_broker() -> None:
+    first = lines.pressure(9, starved_s=100.0, trainer_waits_s={"no_batch": 90.0, "unsettled": 1.0})
+    second = lines.pressure(1, epoch=2, starved_s=5.0, trainer_waits_s={"no_batch": 5.0})
+    found = record(line(lines.pressure(1, starved_s=50.0), 0.0), line(first, 1.0), line(second, 2.0))
+    assert found.waited_before(2) == (100.0, {"no_batch": 90.0, "unsettled": 1.0}, {})
+    third = found.waited_before(3)  # a life that no line has told of yet
+    assert (third.starved_s, third.trainer_waits_s["no_batch"]) == (105.0, 95.0)
+
+
 def test_a_step_counts_once_whoever_reports_it() -> None:
     found = record(
         line(lines.settled(1, 0.25), 0.0),
