@@ -22,7 +22,7 @@ from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import RolloutMQError, WireError
+from rolloutmq.schemas.errors import OutputFailedError, RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.telemetry import Event
@@ -255,12 +255,38 @@ def make_view(
 
 
 def _write(line: str) -> None:
+    """Write a line of `up`, whose run goes on without a reader, and on a full disk."""
     try:
         sys.stdout.write(printable_lines(line))
         sys.stdout.flush()
-    except OSError as error:  # a full disk, or a reader that left: the run goes on without its lines
+    except OSError as error:
         silence_output()
         logger.warning("progress lines are dropped: standard output cannot be written error=%s", error)
+
+
+class _Output:
+    """Standard output of `top`, which is of no use once nothing can be written to it."""
+
+    def __init__(self) -> None:
+        self.failed = asyncio.Event()
+        self._error: OSError | None = None
+
+    def write(self, line: str) -> None:
+        """Write a line; nothing more after the first failure."""
+        if self._error is not None:
+            return
+        try:
+            sys.stdout.write(printable_lines(line))
+            sys.stdout.flush()
+        except OSError as error:
+            silence_output()
+            self._error = error
+            self.failed.set()
+
+    def check(self) -> None:
+        """Raise OutputFailedError if writing failed; a reader that left, as after `| head`, is no failure."""
+        if self._error is not None and not isinstance(self._error, BrokenPipeError):
+            raise OutputFailedError(str(self._error)) from self._error
 
 
 async def watch(layout: RunLayout, live: View, until: asyncio.Event) -> None:
@@ -339,11 +365,13 @@ def top(where: Path, how: Shown = Shown()) -> int:
         return 0
     if how.once:
         return _once(config, layout, found, how)
-    live = _view(config, how)
+    output = _Output()
+    live = _view(config, how, output.write)
     ended: Fate | int | None = None
     with contextlib.suppress(KeyboardInterrupt), live:
         live.board.is_dead = found.life is RunLiveness.DEAD and not found.elsewhere
-        ended = asyncio.run(_until_over(layout, live, how.program))
+        ended = asyncio.run(_until_over(layout, live, how.program, output.failed))
+    output.check()
     if not isinstance(ended, Fate):
         return SIGNALLED + ended if ended else 0
     _tell_end(ended, layout, how)
@@ -359,13 +387,13 @@ def _tell_end(fate: Fate, layout: RunLayout, how: Shown) -> None:
         sys.stdout.write(printable_lines(text) + "\n")
 
 
-def _view(config: RunConfig, how: Shown) -> View:
+def _view(config: RunConfig, how: Shown, write: Callable[[str], object]) -> View:
     """Return the view that fits standard output and the keyboard."""
     if how.as_json:
-        return StateLines(RunState.of(config), _write)
+        return StateLines(RunState.of(config), write)
     console = _console(how)
     if not is_terminal(console):
-        return PlainView(RunState.of(config), _write)
+        return PlainView(RunState.of(config), write)
     has_keys = bool(how.program) and sys.stdin.isatty()
     return LiveView(RunState.of(config), console, screen=True, panel=Panel() if has_keys else None)
 
@@ -396,8 +424,10 @@ def _once(config: RunConfig, layout: RunLayout, fate: Fate, how: Shown) -> int:
     return 0
 
 
-async def _until_over(layout: RunLayout, live: View, program: Sequence[str] = ()) -> Fate | int:
-    """Show a run until it is over, and return its fate; the signal, or 0, if the operator leaves before."""
+async def _until_over(
+    layout: RunLayout, live: View, program: Sequence[str] = (), output_failed: asyncio.Event | None = None
+) -> Fate | int:
+    """Show a run until it is over, and return its fate; the signal, or 0, if the operator or reader leaves before."""
     over = asyncio.Event()
     session: Session | None = None
     async with contextlib.AsyncExitStack() as stack:
@@ -406,8 +436,12 @@ async def _until_over(layout: RunLayout, live: View, program: Sequence[str] = ()
         watching = asyncio.create_task(watch(layout, live, over), name="view")
         ending = asyncio.create_task(_over(layout, live.board), name="end")
         first: list[asyncio.Task[Any]] = [ending]
-        if session is not None:
-            first.append(asyncio.create_task(session.left.wait(), name="left"))
+        for name, left in (
+            ("left", None if session is None else session.left),
+            ("output failed", output_failed),
+        ):
+            if left is not None:
+                first.append(asyncio.create_task(left.wait(), name=name))
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         finally:

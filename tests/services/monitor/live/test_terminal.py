@@ -309,6 +309,35 @@ def test_json_is_a_line_a_second_until_the_end(run_dir: Path) -> None:
     assert json.loads(told.stdout)["ended"] == "the trainer is done"
 
 
+@pytest.mark.parametrize("options", [["--json"], []])
+def test_it_ends_when_its_reader_has_left(run: Run, options: list[str]) -> None:
+    """As with `rolloutmq top --json | head -1`, while the run goes on."""
+    pipe = subprocess.PIPE
+    with (
+        run.beating(2),
+        subprocess.Popen(
+            [*ROLLOUTMQ, "top", str(run.layout.root), *options], stdout=pipe, stderr=pipe
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline()
+            process.stdout.close()
+            assert process.wait(timeout=60) == 0
+            assert process.stderr.read() == b""
+        finally:
+            process.kill()
+
+
+def test_a_full_disk_fails(run: Run) -> None:
+    with run.beating(2), Path("/dev/full").open("wb") as full:
+        command = [*ROLLOUTMQ, "top", str(run.layout.root), "--json"]
+        told = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert told.returncode == 1
+    assert b"No space left" in told.stderr
+
+
 def test_once_of_a_run_that_nobody_serves_fails(run_dir: Path) -> None:
     write_json(RunLayout(run_dir).config, RunConfig(environment=ENVIRONMENTS))
     told = printed(str(run_dir), "--once")
