@@ -87,8 +87,7 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True):
         Raises:
             ValueError: The percent is out of range.
         """
-        if not 0 < percent <= 100:
-            raise ValueError(f"percent: must be above 0 and at most 100 (got {percent})")
+        _require_percent(percent)
         if not self.counts:
             return 0.0
         below = [*accumulate(self.counts)]
@@ -136,10 +135,28 @@ class HistogramBuilder:
         first, last = int(filled[0]), int(filled[-1])
         return Histogram(first, tuple(self._counts[first : last + 1].tolist()), self._total_s)
 
+    def percentile_s(self, percent: float) -> float:
+        """Return a percentile of what was counted so far, see `Histogram.percentile_s`.
+
+        Raises:
+            ValueError: The percent is out of range.
+        """
+        _require_percent(percent)
+        below = self._counts.cumsum()
+        if not below[-1]:
+            return 0.0
+        rank = max(1, ceil(int(below[-1]) * percent / 100))
+        return _duration_of(int(below.searchsorted(rank)))
+
     def clear(self) -> None:
         """Forget everything."""
         self._counts[:] = 0
         self._total_s = 0.0
+
+
+def _require_percent(percent: float) -> None:
+    if not 0 < percent <= 100:
+        raise ValueError(f"percent: must be above 0 and at most 100 (got {percent})")
 
 
 def _buckets_of(values: NDArray[np.float64]) -> NDArray[np.int64]:

@@ -4,7 +4,8 @@
 |---|---|
 | `GET /`, `GET /static/...` | the page; it tells nothing of the run, so it needs no session |
 | `POST /api/session` | the cookie for the token of the link |
-| `GET /api/state`, `/api/history`, `/api/events`, `/api/workers`, `/api/dead`, `/api/dead/ID` | the run |
+| `GET /api/state`, `/api/history`, `/api/events` | the run, and what changes |
+| `GET /api/latencies`, `/api/workers`, `/api/dead`, `/api/dead/ID` | lists, as far as they are shown |
 | `POST /api/actions/NAME` | the end of the command of that name |
 
 Every reply has the headers of `SECURITY`. A request must name this server, no foreign page may send it, and all below
@@ -30,10 +31,12 @@ from rolloutmq.services.dashboard.crew import SORTS, page_of
 from rolloutmq.services.dashboard.dead_letters import DeadLetters
 from rolloutmq.services.dashboard.entry.sessions import LIFE_S, Sessions
 from rolloutmq.services.dashboard.page_files import INDEX, PageFiles
+from rolloutmq.services.dashboard.record.latency_parts import PARTS
 from rolloutmq.services.dashboard.run_files import REMOVED
 from rolloutmq.services.dashboard.stream import encoded_json
 from rolloutmq.services.dashboard.watch import STREAMS_LIMIT, Watch
 from rolloutmq.services.http_server.access import HttpAccess
+from rolloutmq.services.monitor.profile.latencies import By
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +114,7 @@ class DashboardApp:
             "/api/state": ("GET", self._state),
             "/api/history": ("GET", self._history),
             "/api/events": ("GET", self._events),
+            "/api/latencies": ("GET", self._latencies),
             "/api/workers": ("GET", self._workers),
             "/api/dead": ("GET", self._dead_list),
         }
@@ -264,6 +268,18 @@ class DashboardApp:
         finally:
             self._streams -= 1
         return response
+
+    async def _latencies(self, request: web.Request) -> Reply:
+        by, query = request.query.get("by", ""), request.query
+        if by not in PARTS:
+            raise _RefusalError(
+                400, "bad_request", f"by: must be one of {', '.join(PARTS)} (got {by[:40]!r})"
+            )
+        async with self.watch.viewed():
+            found = self.watch.record.latency_parts.page(
+                By(by), query.get("filter", "")[:200], _number(query.get("limit"), 50)
+            )
+            return _json(encoded_json(found))
 
     async def _workers(self, request: web.Request) -> Reply:
         query = request.query

@@ -17,10 +17,13 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.dashboard.crew import page_of
 from rolloutmq.services.dashboard.dead_letters import DeadLetters
 from rolloutmq.services.dashboard.page.single_file import single_file
+from rolloutmq.services.dashboard.record.latency_parts import PARTS
 from rolloutmq.services.dashboard.stream import encoded_json, history_since
 from rolloutmq.services.dashboard.watch import Watch
 
 WORKERS_LIMIT: Final = 1000
+LATENCIES_LIMIT: Final = 100
+"""Rows of each hop by worker, host, engine and GPU: the slowest."""
 LETTERS_LIMIT: Final = 100
 CONTENTS_LIMIT: Final = 20
 """Dead letters of which the report holds the contents: the newest."""
@@ -55,6 +58,7 @@ async def _collect(root: Path) -> dict[str, Any]:
                 "workers": page_of(
                     watch.crew, sort="worker", descending=False, wanted="", offset=0, limit=WORKERS_LIMIT
                 )["rows"],
+                "latencies": {by: watch.record.latency_parts.page(by, "", LATENCIES_LIMIT) for by in PARTS},
                 "dead": letters,
                 "dead_groups": contents,
             }

@@ -90,10 +90,15 @@ class EvaluationLine(Line, frozen=True):
 
 
 class LatencyLine(Line, frozen=True):
-    """Latencies that one process measured."""
+    """Latencies that one process measured; see `LatencySample`."""
 
     name: str = ""
+    host: str = ""
+    at: float = 0.0
+    since_s: float = 0.0
+    gpus: tuple[str, ...] = ()
     rows: tuple[LatencyRow, ...] = ()
+    dropped_rows: int = 0
 
     @property
     def counted(self) -> Sequence[LatencyRow]:

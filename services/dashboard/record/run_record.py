@@ -16,6 +16,7 @@ import msgspec
 from rolloutmq.schemas.statistics.histogram import Histogram
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.dashboard.record.latencies import Latencies
+from rolloutmq.services.dashboard.record.latency_parts import LatencyParts
 from rolloutmq.services.dashboard.record.lines import (
     LINES,
     DecisionLine,
@@ -100,6 +101,7 @@ class RunRecord:
     def __init__(self) -> None:
         self.series = SeriesBook(SERIES)
         self.latencies = Latencies()
+        self.latency_parts = LatencyParts()
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_KEPT)
         self.lines = 0
         self.damaged = 0
@@ -223,6 +225,7 @@ class RunRecord:
     def _take_latencies(self, line: LatencyLine) -> None:
         rows = line.counted
         self.latencies.add(rows, line.t)
+        self.latency_parts.add(line)
         for row in rows:
             key = f"{row.hop}:{row.env or row.route or row.engine}"
             began, durations = self._windows.get(key, (line.t, Histogram()))

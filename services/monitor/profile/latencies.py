@@ -8,7 +8,7 @@ Rates count the time from the first to the last sample of a row, without times i
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -31,6 +31,25 @@ class By(StrEnum):
     ENGINE = "engine"
     GPU = "gpu"
     ROUTE = "route"
+
+
+class Sampled(Protocol):
+    """What a sum reads of a sample: the message, or a line of the record."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def at(self) -> float: ...
+    @property
+    def since_s(self) -> float: ...
+    @property
+    def gpus(self) -> tuple[str, ...]: ...
+    @property
+    def rows(self) -> tuple[LatencyRow, ...]: ...
+    @property
+    def dropped_rows(self) -> int: ...
 
 
 class LatencyLine(msgspec.Struct, frozen=True):
@@ -93,6 +112,52 @@ class Sums(NamedTuple):
     dropped: int = 0
 
 
+class LatencyTotals:
+    """Sums that grow with each sample.
+
+    Args:
+        by: What the rows are summed by.
+        limit: Most rows; labels beyond it count as `OTHERS`.
+    """
+
+    def __init__(self, by: By, limit: int = ROWS_LIMIT) -> None:
+        self._by = by
+        self._limit = limit
+        self._found: dict[SumKey, _Collected] = {}
+        self._clock = _Clock()
+        self.dropped = 0
+        """Rows that a process left out because it had too many."""
+
+    def add(self, sample: Sampled) -> None:
+        """Add the rows of a sample; samples come in the order of their arrival."""
+        until_s = self._clock.passed(sample.at, sample.since_s)
+        self.dropped = max(self.dropped, sample.dropped_rows)
+        for row in sample.rows:
+            for label in _labels(sample, row, self._by):
+                key = SumKey(label or OTHERS, row.hop, row.split, row.status)
+                if key not in self._found and len(self._found) >= self._limit:
+                    key = SumKey(OTHERS, row.hop, row.split, row.status)
+                if (one := self._found.get(key)) is None:
+                    one = self._found[key] = _Collected(until_s - max(0.0, sample.since_s))
+                one.add(row, until_s)
+
+    def keys(self) -> list[SumKey]:
+        """Return the keys of all rows, by label, split and hop."""
+        return [key for key, _ in sorted(self._found.items(), key=_place)]
+
+    def percentile_s(self, key: SumKey, percent: float) -> float:
+        """Return a percentile of a row, much faster than its `sum`, see `Histogram.percentile_s`."""
+        return self._found[key].builder.percentile_s(percent)
+
+    def sum(self, key: SumKey) -> Sum:
+        """Return one row."""
+        return self._found[key].sum()
+
+    def sums(self) -> Sums:
+        """Return all rows."""
+        return Sums({key: self.sum(key) for key in self.keys()}, self.dropped)
+
+
 def sum_latencies(lines: Iterable[LatencyLine | LatencySample], by: By) -> Sums:
     """Sum the samples of a run.
 
@@ -100,26 +165,14 @@ def sum_latencies(lines: Iterable[LatencyLine | LatencySample], by: By) -> Sums:
         lines: Samples in the order of their arrival; other events are skipped.
         by: What the rows are summed by.
     """
-    found: dict[SumKey, _Collected] = {}
-    clock = _Clock()
-    dropped = 0
+    totals = LatencyTotals(by)
     for line in lines:
-        if isinstance(line, LatencyLine) and line.kind != "latency_sample":
-            continue
-        until_s = clock.passed(line.at, line.since_s)
-        dropped = max(dropped, line.dropped_rows)
-        for row in line.rows:
-            for label in _labels(line, row, by):
-                key = SumKey(label or OTHERS, row.hop, row.split, row.status)
-                if key not in found and len(found) >= ROWS_LIMIT:
-                    key = SumKey(OTHERS, row.hop, row.split, row.status)
-                if (one := found.get(key)) is None:
-                    one = found[key] = _Collected(until_s - max(0.0, line.since_s))
-                one.add(row, until_s)
-    return Sums({key: one.sum() for key, one in sorted(found.items(), key=_place)}, dropped)
+        if isinstance(line, LatencySample) or line.kind == "latency_sample":
+            totals.add(line)
+    return totals.sums()
 
 
-def _labels(line: LatencyLine | LatencySample, row: LatencyRow, by: By) -> Iterator[str]:
+def _labels(line: Sampled, row: LatencyRow, by: By) -> Iterator[str]:
     """Yield the labels under which a row counts."""
     of_broker = line.name == BROKER
     match by:
@@ -159,7 +212,7 @@ class _Collected:
     """One sum as it grows."""
 
     def __init__(self, since_s: float) -> None:
-        self._builder = HistogramBuilder()
+        self.builder = HistogramBuilder()
         self._since_s = max(0.0, since_s)
         self._until_s = self._since_s
         self._tokens = 0
@@ -167,7 +220,7 @@ class _Collected:
         self._clock_error_s = 0.0
 
     def add(self, row: LatencyRow, until_s: float) -> None:
-        self._builder.merge(row.durations)
+        self.builder.merge(row.durations)
         self._until_s = max(self._until_s, until_s)
         self._tokens += row.tokens
         self._slowest = max(self._slowest, (row.slowest_s, row.slowest_id))
@@ -175,7 +228,7 @@ class _Collected:
 
     def sum(self) -> Sum:
         seconds = self._until_s - self._since_s
-        return Sum(self._builder.histogram(), seconds, self._tokens, *self._slowest, self._clock_error_s)
+        return Sum(self.builder.histogram(), seconds, self._tokens, *self._slowest, self._clock_error_s)
 
 
 def _place(entry: tuple[SumKey, object]) -> tuple[bool, str, Split, int, str]:

@@ -54,6 +54,13 @@ def test_two_processes_tell_what_one_would_have(here: list[float], there: list[f
     assert merged.total_s == pytest.approx(both.total_s)
 
 
+@settings(deadline=None)
+@given(durations, st.floats(0.1, 100.0))
+def test_a_builder_tells_the_same_percentile(values: list[float], percent: float) -> None:
+    builder = HistogramBuilder().add(values)
+    assert builder.percentile_s(percent) == builder.histogram().percentile_s(percent)
+
+
 def test_what_is_too_short_or_too_long_counts_at_the_ends() -> None:
     told = histogram_of(-5.0, 0.0, 1e-9, 1e9)
     assert (told.first, len(told.counts), told.counts[0], told.counts[-1]) == (0, BUCKETS, 3, 1)

@@ -16,6 +16,7 @@ from rolloutmq.services.dashboard.page_files import PAGE
 READS = (
     *("/api/state", "/api/history", "/api/history?since=0.3", "/api/workers", "/api/dead"),
     "/api/workers?sort=produced&order=desc&filter=x&offset=5&limit=10",
+    *("/api/latencies?by=host", "/api/latencies?by=worker&filter=x&limit=10"),
 )
 ACT = "/api/actions/drain"
 
@@ -160,6 +161,9 @@ def test_every_file_of_the_page_is_served_and_no_other(at_ended: Browser) -> Non
         ("GET", "//", 404),
         ("GET", "/api/nothing", 404),
         ("GET", "/api/workers?sort=nothing", 400),
+        ("GET", "/api/latencies", 400),
+        ("GET", "/api/latencies?by=env", 400),
+        ("GET", "/api/latencies?by=host&limit=-1", 400),
         ("GET", "/api/workers?order=up", 400),
         ("GET", "/api/workers?offset=-1", 400),
         ("GET", "/api/workers?limit=99999999999999999999", 400),

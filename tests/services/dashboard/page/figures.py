@@ -287,6 +287,21 @@ def _hops() -> list[dict[str, Any]]:
     return [*rows, *calls]
 
 
+def part_latencies(by: str, workers: int) -> list[dict[str, Any]]:
+    """Return latencies by worker, host, engine or GPU, the slowest first."""
+    names = {
+        "worker": [f"sort3-{number}" for number in range(workers)],
+        "host": ["node-7", "node-8"],
+        "engine": ["inference", "inference-1"],
+        "gpu": ["GPU-00000000-1111-2222-3333-444455556666"],
+    }[by]
+    hop, status = ("call", "2xx") if by == "engine" else ("rollout", "")
+    return [
+        {**_hop(hop, "", 1.12 * (2 - number / len(names))), "name": name, "status": status}
+        for number, name in enumerate(names)
+    ]
+
+
 def _table(name: str, key: str, **columns: list[float | None]) -> dict[str, Any]:
     return {"name": name, "key": key, "width_s": 1.0, "from": 0, "columns": columns}
 

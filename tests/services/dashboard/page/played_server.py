@@ -94,6 +94,7 @@ class PlayedServer:
         app.router.add_post("/api/session", self._session)
         app.router.add_get("/api/state", self._state)
         app.router.add_get("/api/events", self._events)
+        app.router.add_get("/api/latencies", self._latencies)
         app.router.add_get("/api/workers", self._workers)
         app.router.add_get("/api/dead", self._dead_list)
         app.router.add_get("/api/dead/{id}", self._dead_group)
@@ -152,6 +153,14 @@ class PlayedServer:
         rows = found[offset : offset + limit]
         return web.json_response(
             {"version": 1, "total": len(self.workers), "matching": len(found), "offset": offset, "rows": rows}
+        )
+
+    async def _latencies(self, request: web.Request) -> web.Response:
+        rows = figures.part_latencies(request.query["by"], len(self.workers))
+        found = [row for row in rows if request.query["filter"].lower() in row["name"]]
+        shown = found[: int(request.query["limit"])]
+        return web.json_response(
+            {"by": request.query["by"], "total": len(rows), "matching": len(found), "rows": shown}
         )
 
     async def _dead_list(self, request: web.Request) -> web.Response:

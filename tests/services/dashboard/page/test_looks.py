@@ -118,3 +118,33 @@ def test_the_way_of_a_group_of_each_environment_and_of_the_last_minutes(
     browser.js(pick, "latency-env")
     browser.until_text("#latency table", "336 ms")
     assert browser.complaints() == []
+
+
+def test_the_slowest_workers_hosts_engines_and_gpus(browser: Browser, played: PlayedServer) -> None:
+    pick = (
+        "const n = document.getElementById('latency-by'); n.value = arguments[0];"
+        "n.dispatchEvent(new Event('change'))"
+    )
+    first = "return document.querySelector('#latency .waterfall.named ~ div tbody tr').innerText"
+    browser.open(played.link)
+    browser.until_text(".badge", "live")
+    browser.show("latency")
+    browser.until_text("#latency table", "1.12 s")
+    for by, name in (("worker", "sort3-0"), ("host", "node-7"), ("engine", "inference"), ("gpu", "GPU-0000")):
+        browser.js(pick, by)
+        browser.until(lambda: name in str(browser.js(first)), f"{name} in the first row")  # noqa: B023
+        said = browser.js("return document.querySelector('.waterfall.named').getAttribute('aria-label')")
+        assert f"The slowest. {name}" in said
+        assert "median 2.24 s" in said
+    browser.js(pick, "worker")
+    browser.until_text("#latency", "24 rows")
+    browser.js(
+        "const n = document.getElementById('latency-filter'); n.value = 'SORT3-23'; n.dispatchEvent(new Event('input'))"
+    )
+    browser.until_text("#latency", "1 row, the slowest of each hop first; 24 without the filter")
+    assert "\n".join(browser.violations()) == ""
+    browser.look(390)
+    assert browser.js("return document.documentElement.scrollWidth") <= 390
+    browser.js(pick, "env")
+    browser.until(lambda: "Send" in browser.text("#latency table"), "the way of a group again")
+    assert browser.complaints() == []

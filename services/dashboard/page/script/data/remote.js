@@ -142,6 +142,11 @@ export class RemoteRun {
     return ask(`/api/workers?${new URLSearchParams({ sort, order, filter, offset, limit })}`);
   }
 
+  async latencies({ by, filter, limit }) {
+    await this._signedIn;
+    return ask(`/api/latencies?${new URLSearchParams({ by, filter, limit })}`);
+  }
+
   async deadList(offset, limit) {
     await this._signedIn;
     return ask(`/api/dead?${new URLSearchParams({ offset, limit })}`);

@@ -33,6 +33,13 @@ export class StoredRun {
     return { version: 0, total: all.length, matching: matching.length, offset, rows: matching.slice(offset, offset + limit) };
   }
 
+  async latencies({ by, filter }) {
+    const found = this.data.latencies?.[by] ?? { by, total: 0, matching: 0, rows: [] };
+    const wanted = filter.toLowerCase();
+    const rows = found.rows.filter((row) => row.name.toLowerCase().includes(wanted));
+    return { ...found, rows, matching: wanted ? rows.length : found.matching };
+  }
+
   async deadList(offset, limit) {
     const all = this.data.dead ?? [];
     return { total: Math.max(all.length, this.data.state?.dead?.count ?? 0), offset, rows: all.slice(offset, offset + limit) };

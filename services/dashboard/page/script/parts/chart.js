@@ -36,7 +36,7 @@ export class Chart {
     this.plot = null;
     this.legend = el("ul", { class: "legend" });
     this.time = el("span", { class: "quiet numbers chart-time" });
-    this.canvas = el("div", { class: "chart-canvas", role: "img" });
+    this.canvas = el("div", { class: "chart-canvas", role: "img", "aria-label": `${title}: no data yet.` });
     this.none = el("p", { class: "empty", text: none });
     this.table = el("div", { class: "table-box", role: "region", tabindex: 0, "aria-label": `${title}: data` });
     this.details = el("details", { class: "chart-data" }, el("summary", { "aria-label": `Data of ${title} as a table`, text: "Data" }), this.table);
