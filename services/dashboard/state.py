@@ -18,9 +18,9 @@ from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.telemetry import GpuSample, ProcessSample
 from rolloutmq.services.dashboard.record.run_record import RunRecord
-from rolloutmq.services.dashboard.record.waited import added
 from rolloutmq.services.dashboard.run_files import RunFiles
 from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.profile.usage import part_of_run
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.status import curricula, waits
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, counted, in_order
@@ -93,6 +93,7 @@ def sections(shown: Shown, now: float, wall: float) -> Sections:
         "run": _run(shown, now),
         "queue": None if pressure is None else _queue(shown, pressure),
         "waits": _waits(shown),
+        "use": _use(shown),
         "environments": [*_environments(shown)],
         "worker_counts": {state: int(count) for count, state in in_order(counted(shown.crew))},
         "workers_version": shown.crew_version,
@@ -165,7 +166,7 @@ def _queue(shown: Shown, pressure: Pressure) -> dict[str, Any]:
         *("granted_bytes", "untrained_s"),
     )
     known = {name: getattr(pressure, name) for name in names}
-    known["starved_s"] = pressure.starved_s + shown.record.waited_before(pressure.epoch).starved_s
+    known["starved_s"] = shown.record.waited(pressure).starved_s
     return {**known, "low": board.low, "high": board.high, "staleness_bound": board.staleness_bound}
 
 
@@ -197,16 +198,35 @@ def _waits(shown: Shown) -> dict[str, Any]:
 
 def _spent(shown: Shown, pressure: Pressure) -> list[dict[str, Any]]:
     """Return the seconds of waiting by reason, over all lives of the broker, the longest first."""
-    earlier = shown.record.waited_before(pressure.epoch)
+    waited = shown.record.waited(pressure)
     spent = [
         {"who": who, "reason": reason, "seconds": round(seconds, 1)}
-        for who, now, before in (
-            ("trainer", pressure.trainer_waits_s, earlier.trainer_waits_s),
-            ("workers", pressure.producer_waits_s, earlier.producer_waits_s),
-        )
-        for reason, seconds in added(before, now).items()
+        for who, sums in (("trainer", waited.trainer_waits_s), ("workers", waited.producer_waits_s))
+        for reason, seconds in sums.items()
     ]
     return sorted(spent, key=lambda one: (one["who"], -float(one["seconds"])))
+
+
+def _use(shown: Shown) -> dict[str, Any]:
+    """Return how the time was used: of the whole run, and from the first settled batch, as `profile` and `compare`."""
+    usage, pressure = shown.record.use(), shown.board.pressure
+    starved_s = usage.run_starved_s if pressure is None else shown.record.waited(pressure).starved_s
+    of_run = None if usage.is_unrecorded and pressure is None else part_of_run(starved_s, shown.files.ran_s)
+    return {
+        "starved_of_run": _part(of_run),
+        "starved": _part(usage.starved if usage.trainer_s else None),
+        "blocked": _part(usage.blocked if usage.slot_s else None),
+        "blocked_reason": max(usage.producer_waits_s, key=usage.producer_waits_s.__getitem__, default=""),
+        "blocked_by_env": {
+            env: _part(min(1.0, usage.blocked_s.get(env, 0.0) / slot_s))
+            for env, slot_s in sorted(usage.slot_s.items())[:ENVIRONMENTS_SHOWN]
+            if slot_s > 0
+        },
+    }
+
+
+def _part(value: float | None) -> float | None:
+    return None if value is None else round(value, 3)
 
 
 def _environments(shown: Shown) -> Iterator[dict[str, Any]]:

@@ -213,7 +213,14 @@ class Watch:
             return
         self._config_at, self.config = at, read_config(self._layout.root)
         self.board = self._blank()
+        self.record.set_slots(self._slots())
         self._is_loaded = False
+
+    def _slots(self) -> dict[str, int]:
+        """Return the rollout slots of a worker, by environment."""
+        if isinstance(self.config, str):
+            return {}
+        return {name: env.concurrency for name, env in self.config.environment.items()}
 
     def _blank(self) -> RunState:
         if isinstance(self.config, str):
@@ -240,11 +247,7 @@ class Watch:
         began = time.monotonic()
         pressure = self.board.pressure
         heard = pressure.workers if pressure is not None else ()
-        slots = (
-            {}
-            if isinstance(self.config, str)
-            else {name: env.concurrency for name, env in self.config.environment.items()}
-        )
+        slots = self._slots()
 
         def look() -> list[WorkerRow]:
             known = self.files.supervision if self.files.answers else None
@@ -297,7 +300,7 @@ class Watch:
         self.record.take(line)
 
     def _begin_record(self) -> None:
-        self.record = RunRecord()
+        self.record = RunRecord(self._slots())
         self.epoch += 1
         self._is_loaded = False
 

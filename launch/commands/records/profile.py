@@ -5,6 +5,7 @@ by worker, host, engine, GPU and route.
 """
 
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +35,8 @@ from rolloutmq.services.broker.journal.inspect.hops import HopFollower, HopKey, 
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.profile.advice import Advice, advice
 from rolloutmq.services.monitor.profile.latencies import By, LatencyLine, Sum, sum_latencies
-from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, read_usage
+from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, part_of_run, read_usage
+from rolloutmq.services.monitor.report.history import ran_s
 from rolloutmq.services.monitor.status.worker_view import slots_of
 from rolloutmq.services.monitor.text import format
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
@@ -65,6 +67,7 @@ class Profile(NamedTuple):
         slowest: Slowest group by environment and hop.
         unread: A line for each damaged part of the records, which the figures lack.
         sums: Latency samples by environment and hop.
+        ran_s: Seconds that the run has run, its lives together; None if unknown.
     """
 
     usage: Usage
@@ -74,6 +77,12 @@ class Profile(NamedTuple):
     slowest: dict[HopKey, Slowest]
     unread: tuple[str, ...] = ()
     sums: dict[HopKey, Sum] = {}
+    ran_s: float | None = None
+
+    @property
+    def starved_of_run(self) -> float | None:
+        """Part of the whole run in which the trainer was ready and had no batch; None if it is not known."""
+        return None if self.usage.is_unrecorded else part_of_run(self.usage.run_starved_s, self.ran_s)
 
     @property
     def is_sampled(self) -> bool:
@@ -109,7 +118,9 @@ def profiled(run_dir: Path) -> Profile:
         # The journal has no offsets of clocks: between two hosts the samples tell the way of a group.
         if not recorded or (key in hops and one.clock_error_s):
             hops[key], slowest[key] = one.durations, Slowest(one.slowest_s, one.slowest_id)
-    return Profile(usage, advice(usage), recorded, hops, slowest, tuple(unread), sums)
+    return Profile(
+        usage, advice(usage), recorded, hops, slowest, tuple(unread), sums, ran_s(layout, time.time())
+    )
 
 
 def _samples(layout: RunLayout, damaged: Counter[str]) -> Iterator[LatencyLine]:
@@ -167,6 +178,9 @@ def profile_json(found: Profile) -> dict[str, Any]:
         "start_s": usage.start_s,
         "trainer_s": usage.trainer_s,
         "starved_s": usage.starved_s,
+        "starved": usage.starved if usage.trainer_s else None,
+        "starved_of_run": found.starved_of_run,
+        "blocked": usage.blocked if usage.slot_s else None,
         "trainer_waits_s": dict(usage.trainer_waits_s),
         "workerless_s": usage.workerless_s,
         "slot_s": dict(usage.slot_s),
@@ -201,6 +215,11 @@ def profile_lines(found: Profile) -> Iterator[str]:
     """Yield the profile as lines for a person."""
     usage = found.usage
     yield f"where the time goes: {_time(usage)}"
+    if (of_run := found.starved_of_run) is not None:
+        later = f", {usage.starved:.0%} from the first batch" if usage.trainer_s else ""
+        yield f"  trainer starved: {of_run:.0%} of the whole run{later}"
+    if usage.slot_s:
+        yield f"  workers blocked: {usage.blocked:.0%} of the time of their rollout slots from the first batch"
     for one in found.advice:
         yield f"  {one.where}"
         yield f"    -> {one.change}"

@@ -30,8 +30,10 @@ from rolloutmq.services.dashboard.record.lines import (
     StepLine,
 )
 from rolloutmq.services.dashboard.record.series import Fold, SeriesBook
-from rolloutmq.services.dashboard.record.waited import Waited
+from rolloutmq.services.monitor.profile.usage import KINDS as USAGE_KINDS
+from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, UsageSums
 from rolloutmq.services.monitor.report import history
+from rolloutmq.services.monitor.report.waited import Waited, WaitedLives, Waiting
 
 HEAD_BYTES: Final = 1024
 """Beginning of a line that has its time, topic and kind."""
@@ -96,9 +98,13 @@ class Recorded(NamedTuple):
 
 
 class RunRecord:
-    """Everything read from the record so far."""
+    """Everything read from the record so far.
 
-    def __init__(self) -> None:
+    Args:
+        slots: Rollout slots of a worker, by environment.
+    """
+
+    def __init__(self, slots: Mapping[str, int] | None = None) -> None:
         self.series = SeriesBook(SERIES)
         self.latencies = Latencies()
         self.latency_parts = LatencyParts()
@@ -107,7 +113,8 @@ class RunRecord:
         self.damaged = 0
         """Lines that do not decode."""
         self._pressure: PressureLine | None = None
-        self._earlier = Waited()
+        self._lives = WaitedLives()
+        self._use = UsageSums(slots or {})
         self._step = -1, -1
         self._targets: dict[str, tuple[int, str]] = {}
         self._cordons: dict[str, tuple[str, ...]] = {}
@@ -122,6 +129,8 @@ class RunRecord:
         found = _KIND.search(line, 0, HEAD_BYTES)
         kind = found[1].decode() if found else ""
         try:
+            if kind in USAGE_KINDS:
+                self._use.add(msgspec.json.decode(line, type=UsageLine))
             self._take(kind, line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
             self.damaged += 1
@@ -167,18 +176,26 @@ class RunRecord:
             "workers": sum(states.values()),
         }
         before, self._pressure = self._pressure, line
-        if before is not None and before.epoch != line.epoch:
-            self._earlier = self._earlier.plus(before)
+        self._lives.take(line)
         if before is not None and before.epoch == line.epoch and (gap_s := line.t - before.t) > 0:
             waits = self._waits(before, line, gap_s)
             values["trainer_wait"] = _share(line.starved_s - before.starved_s, gap_s)
             values["blocked"] = min(1.0, sum(waits.values()))
         self.series.add("queue", "", line.t, values)
 
-    def waited_before(self, epoch: int) -> Waited:
-        """Return the waits of the lives of the broker before one: its own sums begin with its start."""
-        last = self._pressure
-        return self._earlier if last is None or last.epoch == epoch else self._earlier.plus(last)
+    def waited(self, present: Waiting) -> Waited:
+        """Return the waits of all lives of the broker; `present` is its last word."""
+        lives = self._lives.copy()
+        lives.take(present)
+        return lives.sum()
+
+    def use(self) -> Usage:
+        """Return how trainer and rollout slots used their time, see `UsageSums.usage`."""
+        return self._use.usage()
+
+    def set_slots(self, slots: Mapping[str, int]) -> None:
+        """Set the rollout slots of a worker, by environment; for what is read from now on."""
+        self._use.slots = slots
 
     def _waits(self, before: PressureLine, line: PressureLine, gap_s: float) -> dict[str, float]:
         """Add the part of the time that trainers and producers waited, by reason; return that of producers."""

@@ -4,6 +4,7 @@ What cannot be read costs its own figures: each is None then, and a note says wh
 stay.
 """
 
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -21,7 +22,8 @@ from rolloutmq.schemas.lives import Life, paused_s
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness
-from rolloutmq.services.monitor.profile.usage import UsageLine, read_usage
+from rolloutmq.services.monitor.profile.usage import UsageLine, part_of_run, read_usage
+from rolloutmq.services.monitor.report.history import ran_s
 from rolloutmq.services.monitor.report.latencies import LatencyKey, LatencySums, Percentiles
 from rolloutmq.services.monitor.report.summary import WINDOW_STEPS, TrainerLog, read_acks, read_settled
 from rolloutmq.services.monitor.text.jsonl import read_whole_lines
@@ -68,8 +70,9 @@ class ComparedRun(NamedTuple):
         counts: Figures of its summary, by the names of `COUNTS`.
         evaluation: Scores of the first and of the last point of the evaluation.
         rewards: Course of the rewards of each environment.
-        starved: Part of the trainer's time without a batch, 0 to 1.
-        blocked: Part of the time of the rollout slots in which they waited, 0 to 1.
+        starved_of_run: Part of the whole run in which the trainer was ready and had no batch, 0 to 1.
+        starved: The same part of the trainer's time from the first settled batch.
+        blocked: Part of the time of the rollout slots from then on in which they waited, 0 to 1.
         latencies: Percentiles of the hops of the groups of training, by environment and hop.
         reward, throughput, staleness: Courses of the picture: mean score, groups settled a second, mean staleness.
         notes: What a reader must know of the figures.
@@ -81,6 +84,7 @@ class ComparedRun(NamedTuple):
     counts: Mapping[str, float | None]
     evaluation: tuple[float | None, float | None]
     rewards: Mapping[str, Course]
+    starved_of_run: float | None
     starved: float | None
     blocked: float | None
     latencies: Mapping[LatencyKey, Percentiles]
@@ -131,6 +135,7 @@ def compared(
         {name: _number((summary or {}).get(name)) for name in COUNTS},
         _evaluation(summary or {}),
         rewards,
+        None if usage.is_unrecorded else part_of_run(usage.run_starved_s, ran_s(layout, time.time())),
         usage.starved if usage.trainer_s else None,
         usage.blocked if usage.slot_s else None,
         latencies,

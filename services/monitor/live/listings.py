@@ -174,6 +174,7 @@ def _worker_columns(board: RunState) -> list[Column]:
         _number("abandoned", 9, lambda row: _count(row.abandoned), lambda row: row.abandoned),
         _number("silent", 6, _silent_cell, lambda row: row.silent_s),
         _number("cpu", 5, cpu_cell, cpu),
+        _number("blocked", 7, _blocked_cell, lambda row: row.blocked_s),
         Column("last error", lambda row: text(row.reason, "red"), lambda row: (not row.reason, row.reason)),
     ]
 
@@ -181,6 +182,10 @@ def _worker_columns(board: RunState) -> list[Column]:
 def _silent_cell(row: WorkerRow) -> Text:
     style = "bold red" if row.is_silent else ""
     return Text("-" if row.silent_s is None else f"{row.silent_s:.1f} s", style=style)
+
+
+def _blocked_cell(row: WorkerRow) -> Text:
+    return Text("-" if row.blocked_s is None else format.clock(row.blocked_s))
 
 
 class _Environment(NamedTuple):
@@ -234,6 +239,7 @@ def _reward_cell(row: _Environment) -> Text:
 
 _QUEUED: Final = _of_lane(lambda lane: lane.queued_groups)
 _LEASED: Final = _of_lane(lambda lane: lane.leased_groups)
+_WAITING: Final = _of_lane(lambda lane: lane.waiting)
 _ENVIRONMENT_COLUMNS: Final = (
     Column("environment", lambda row: text(row.name), lambda row: by_number(row.name), 12),
     _number("ready", 5, lambda row: _count(row.ready), lambda row: row.ready),
@@ -243,6 +249,7 @@ _ENVIRONMENT_COLUMNS: Final = (
     _number("leased", 6, lambda row: _count(_LEASED(row)), _LEASED),
     _number("groups/s", 8, _rate_cell, _of_lane(lambda lane: lane.accepted_per_s)),
     _number("reward", 7, _reward_cell, _of_lane(lambda lane: lane.reward_mean)),
+    _number("waiting", 7, lambda row: _count(_WAITING(row)), _WAITING),
     Column(
         "wait",
         lambda row: text("" if row.lane is None else row.lane.wait, "yellow"),

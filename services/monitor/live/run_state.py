@@ -38,6 +38,7 @@ from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.report.history import MOMENTARY, History
 from rolloutmq.services.monitor.report.latencies import LatencyWindow
 from rolloutmq.services.monitor.report.metrics import configured_bounds
+from rolloutmq.services.monitor.report.waited import Waited, WaitedLives
 from rolloutmq.services.monitor.status.trainers import NO_TROUBLE, TrainerTrouble, trouble
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, counted, joined
 from rolloutmq.services.monitor.text import figures
@@ -118,6 +119,7 @@ class RunState:
         self.groups: Sequence[GroupEnd] = ()
         """Groups that ended last, the newest first; read from files, too."""
         self.latencies = LatencyWindow()
+        self._waits = WaitedLives()
         self.left_out = ""
         """Points of the evaluation that were left out, why, and what to set; read from a file, too."""
         self.notice = ""
@@ -150,6 +152,8 @@ class RunState:
         """Begin with the history of the run; call it before the first event, with the time `now` of the reading."""
         if history.ran_s is not None:
             self.started_at = now - history.ran_s
+        if history.waits is not None:
+            self._waits.join(history.waits)
         for at, event in history.events:
             self.feed(event, now - max(0.0, history.wall - at))
 
@@ -160,6 +164,7 @@ class RunState:
         match event:
             case Pressure():
                 self.pressure = event
+                self._waits.take(event)
                 self._pressure_at = now
                 self._bounds |= {x.env: x.max_staleness for x in event.lanes if x.split is Split.TRAIN}
             case StepDone() | BatchSettled() | StepFigures():
@@ -302,6 +307,10 @@ class RunState:
             return ()
         return tuple(one for one in self.pressure.workers if one.state is not WorkerState.GONE)
 
+    def waited(self) -> Waited:
+        """Return the seconds waited, over all lives of the broker: its own sums begin with its start."""
+        return self._waits.sum()
+
     def engines(self, now: float) -> list[EngineSample]:
         """Return the engines with a recent sample, by number."""
         heard = [one for one, at in self._engines.values() if now - at <= SILENT_S]
@@ -334,6 +343,7 @@ class RunState:
         for name, value in vars(self).items():
             if isinstance(value, dict | deque):
                 setattr(twin, name, value.copy())
+        twin._waits = self._waits.copy()
         return twin
 
     def targets(self) -> list[Target]:

@@ -38,7 +38,7 @@ def snapshot(board: RunState, now: float, wall: float) -> dict[str, Any]:
         "ledger": None if pressure is None else _without_kind(pressure.ledger),
         "lanes": [] if pressure is None else [_without_kind(lane) for lane in pressure.lanes],
         **{name: None if pressure is None else getattr(pressure, name) for name in _FLOW},
-        "waits_s": None if pressure is None else pressure.waits_s,
+        "waits_s": None if pressure is None else board.waited().waits_s,
         "latencies": plain(board.latencies.percentiles(now)),
         "figures": board.figures,
         "not_finite": list(board.not_finite),

@@ -14,6 +14,7 @@ from rich.text import Text
 from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import Pressure, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.telemetry import EngineSample, GpuSample
 from rolloutmq.services.monitor.live import panel_view
 from rolloutmq.services.monitor.live.listings import STYLE_OF, text
@@ -91,7 +92,7 @@ def figure_rows(board: RunState, now: float, width: int) -> tuple[list[Text], li
         *notice_lines(board),
         reward_line(board, width),
         *figure_lines(board),
-        *evaluation_lines(board),
+        *evaluation_lines(board, now),
     ]
     below: list[Text] = []
     pressure = board.pressure
@@ -100,7 +101,7 @@ def figure_rows(board: RunState, now: float, width: int) -> tuple[list[Text], li
     else:
         above += [
             queue_line(board, pressure),
-            flow_line(pressure),
+            flow_line(board, pressure),
             *wait_lines(board, pressure, now),
         ]
         below += ledger_lines(pressure)
@@ -176,7 +177,7 @@ def figure_lines(board: RunState) -> list[Text]:
     return [_row("figures", line)]
 
 
-def evaluation_lines(board: RunState) -> list[Text]:
+def evaluation_lines(board: RunState, now: float) -> list[Text]:
     """Return the last point of the evaluation and its cost, if there was one, and the points left out."""
     point = board.evaluation
     left = [_row("eval", text(board.left_out, "yellow"))] if board.left_out else []
@@ -188,10 +189,16 @@ def evaluation_lines(board: RunState) -> list[Text]:
             "eval",
             scores,
             f" · {evaluation.policies(point)}",
-            Text(f" · {evaluation.cost_text(point.total_s or point.seconds, point.share)}", style=QUIET),
+            Text(f" · {_evaluation_cost(board, point, now)}", style=QUIET),
         ),
         *left,
     ]
+
+
+def _evaluation_cost(board: RunState, point: EvaluationDone, now: float) -> str:
+    """Return the time of all points, and its part of the run so far: the last point has that of its own time."""
+    total_s, ran_s = point.total_s or point.seconds, board.elapsed_s(now)
+    return evaluation.cost_text(total_s, min(1.0, total_s / ran_s) if ran_s > total_s else point.share)
 
 
 def queue_line(board: RunState, pressure: Pressure) -> Text:
@@ -226,10 +233,10 @@ def gauge(board: RunState, value: float, style: str) -> Text:
     return line.append("▏")
 
 
-def flow_line(pressure: Pressure) -> Text:
-    """Return sequences per second in and out, and the time spent waiting so far."""
+def flow_line(board: RunState, pressure: Pressure) -> Text:
+    """Return sequences per second in and out, and the time spent waiting so far, over all lives of the broker."""
     rates = f"in {pressure.produced_per_s:,.0f} · out {pressure.consumed_per_s:,.0f} sequences/s"
-    waited = sorted(pressure.waits_s.items(), key=lambda item: -item[1])
+    waited = sorted(board.waited().waits_s.items(), key=lambda item: -item[1])
     costs = " · ".join(f"{reason} {seconds:.0f} s" for reason, seconds in waited if seconds >= 1)
     return _row("flow", rates, text(f" · waited: {costs}" if costs else "", QUIET))
 

@@ -21,6 +21,8 @@ GAP_S: Final = 10.0
 INFERENCE_BOUND: Final = "inference_bound"
 POLLED: Final = frozenset({Wait.NO_BATCH, Wait.NO_EXACT_FIT, Wait.MIN_SHARE, Wait.TOO_FEW_GROUPS})
 """Waits of which `starved_s` counts the polls in vain too, which `trainer_waits_s` lacks."""
+KINDS: Final = frozenset({"pressure", "engine_sample", "scale_decision"})
+"""Events that tell of use."""
 ROUNDING_S: Final = 1e-6
 """Difference of two counters that is none."""
 AT_WORK: Final = frozenset({Wait.UNSETTLED})
@@ -43,7 +45,7 @@ class LaneLine(msgspec.Struct, frozen=True):
 
 
 class UsageLine(msgspec.Struct, frozen=True):
-    """Fields of the events that tell of use: `pressure`, `engine_sample` and `scale_decision`."""
+    """Fields of the events of `KINDS`."""
 
     t: float
     kind: str = ""
@@ -72,6 +74,8 @@ class Usage:
     Attributes:
         is_unrecorded: The record has no event of the broker.
         has_settled: A batch was settled.
+        run_starved_s: Seconds of the whole run in which the trainer was ready and had no batch, as the broker counts
+            them: also those before the first settled batch.
         start_s: Seconds from the first event to the first settled batch, over all lives of the broker. Only the first
             life counts without a trainer.
         trainer_s: Seconds with a trainer from then on, as all that follows.
@@ -90,6 +94,7 @@ class Usage:
 
     is_unrecorded: bool = False
     has_settled: bool = False
+    run_starved_s: float = 0.0
     start_s: float = 0.0
     trainer_s: float = 0.0
     trainer_waits_s: dict[str, float] = field(default_factory=dict)
@@ -115,7 +120,7 @@ class Usage:
 
     @property
     def starved(self) -> float:
-        """Part of the trainer's time without a batch, 0 to 1."""
+        """Part of the trainer's time from the first settled batch without a batch, 0 to 1."""
         return min(1.0, self.starved_s / self.trainer_s) if self.trainer_s else 0.0
 
     @property
@@ -142,28 +147,57 @@ def read_usage(lines: Iterable[UsageLine], slots: Mapping[str, int]) -> Usage:
         lines: The recorded events, in order.
         slots: Rollout slots of a worker, by environment; of another environment a worker has one.
     """
-    found = Usage()
-    lives: dict[int, _Life] = {}
-    busy, samples = 0.0, 0
-    bounds: Counter[str] = Counter()
-    decisions: Counter[str] = Counter()
-    life: _Life | None = None
+    sums = UsageSums(slots)
     for line in lines:
+        sums.add(line)
+    return sums.usage()
+
+
+def part_of_run(seconds: float, ran_s: float | None) -> float | None:
+    """Return the part of the time that a run has run, its lives together, 0 to 1; None if that is not known."""
+    return min(1.0, max(0.0, seconds / ran_s)) if ran_s else None
+
+
+class UsageSums:
+    """Sums that grow with each event.
+
+    Args:
+        slots: Rollout slots of a worker, by environment; of another environment a worker has one.
+    """
+
+    def __init__(self, slots: Mapping[str, int]) -> None:
+        self.slots = slots
+        self._found = Usage()
+        self._lives: dict[int, _Life] = {}
+        self._life: _Life | None = None
+        self._busy, self._samples = 0.0, 0
+        self._bounds: Counter[str] = Counter()
+        self._decisions: Counter[str] = Counter()
+
+    def add(self, line: UsageLine) -> None:
+        """Take an event; they come in order."""
         match line.kind:
             case "pressure":
-                life = lives.setdefault(line.epoch, _Life(line, is_first=not lives))
-                life.add(line, found, slots)
-            case "engine_sample" if life is not None and life.has_settled:
-                busy, samples = busy + line.busy, samples + 1
+                self._life = self._lives.setdefault(line.epoch, _Life(line, is_first=not self._lives))
+                self._life.add(line, self._found, self.slots)
+            case "engine_sample" if self._life is not None and self._life.has_settled:
+                self._busy, self._samples = self._busy + line.busy, self._samples + 1
             case "scale_decision" if line.want is not None:
-                decisions[line.env] += 1
-                bounds[line.env] += line.bound == INFERENCE_BOUND
-    found.start_s = sum(one.start_s for one in lives.values())
-    found.is_unrecorded = not lives
-    found.has_settled = any(one.has_settled for one in lives.values())
-    found.busy = busy / samples if samples else None
-    found.inference_bound = frozenset(env for env in decisions if 2 * bounds[env] > decisions[env])
-    return found
+                self._decisions[line.env] += 1
+                self._bounds[line.env] += line.bound == INFERENCE_BOUND
+
+    def usage(self) -> Usage:
+        """Return the sums so far: an object that later events change."""
+        found, lives = self._found, self._lives.values()
+        found.start_s = sum(one.start_s for one in lives)
+        found.run_starved_s = sum(one.starved_s for one in lives)
+        found.is_unrecorded = not lives
+        found.has_settled = any(one.has_settled for one in lives)
+        found.busy = self._busy / self._samples if self._samples else None
+        found.inference_bound = frozenset(
+            env for env, count in self._decisions.items() if 2 * self._bounds[env] > count
+        )
+        return found
 
 
 class _Life:
@@ -179,6 +213,11 @@ class _Life:
     def start_s(self) -> float:
         """Seconds to the first settled batch; 0 in a later life without a trainer, which looks at a run that ended."""
         return self._waited_s if self._counts else 0.0
+
+    @property
+    def starved_s(self) -> float:
+        """Seconds in which the trainer had no batch, as far as they are known."""
+        return self._last.starved_s
 
     def add(self, line: UsageLine, found: Usage, slots: Mapping[str, int]) -> None:
         """Add the time since the event before, in which everybody was as that one says."""

@@ -100,7 +100,7 @@ class Evaluations(NamedTuple):
         return sum(one.seconds for one in self.points)
 
     def share(self, wall_s: float | None) -> float | None:
-        """Return the part of the run's time that the points took; of a run under way, as last recorded."""
+        """Return the part of `wall_s`, the run's time so far, that the points took; without it, as last recorded."""
         if wall_s:
             return min(1.0, self.seconds / wall_s)
         return self.points[-1].share if self.points else None
@@ -116,7 +116,7 @@ NO_EVALUATIONS: Final = Evaluations()
 
 
 def figures(found: Evaluations, wall_s: float | None = None) -> dict[str, Any] | None:
-    """Return the figures of all points; None if there are none. `wall_s` is the time of a run that has ended.
+    """Return the figures of all points; None if there are none. `wall_s` is the time of the run so far.
 
     - points: number of points, also of several at one step.
     - postponed, left_out: points in between that did not begin when they were due, and those of them that never did;

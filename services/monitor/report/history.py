@@ -4,6 +4,8 @@ Without it a view would begin with its first event. Samples of the machine and t
 ones come within a second. Lines that do not decode are passed over; `report` names damage.
 """
 
+import contextlib
+import re
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
+from rolloutmq.services.monitor.report.waited import WaitedLives
 
 Recalled = StepDone | BatchSettled | StepFigures | EvaluationDone | HealthFinding | CurriculumProgress
 """Events of the history."""
@@ -36,10 +39,21 @@ KINDS: Final = tuple(
 )
 HEAD_BYTES: Final = 512
 """Beginning of a line that has its kind: a topic has at most 256 bytes."""
+LIFE: Final = re.compile(rb'"kind":"pressure","epoch":(\d{1,19})\b')
+"""The life of the broker, in a line of its state."""
 KEPT: Final = 4096
 """Most events of a kind that a history has: a view shows the rewards of as many steps, and the last of all else."""
 MOMENTARY: Final = frozenset({"held", "rater_silent", "raters_missing", "window_restarted"})
 """Findings that nothing ends: most are about one group."""
+
+
+class _Waits(msgspec.Struct):
+    """The waits of a line of the broker's state."""
+
+    epoch: int = 0
+    starved_s: float = 0.0
+    trainer_waits_s: dict[str, float] = {}
+    producer_waits_s: dict[str, float] = {}
 
 
 class _Line(msgspec.Struct):
@@ -57,17 +71,30 @@ class Event(NamedTuple):
     event: Recalled
 
 
-def events(path: Path) -> Iterator[Event]:
-    """Yield the events of training that `metrics.jsonl` has, in order; nothing without it. Blocks on the disk."""
+def events(path: Path, waits: WaitedLives | None = None) -> Iterator[Event]:
+    """Yield the events of training that `metrics.jsonl` has, in order; nothing without it. Blocks on the disk.
+
+    Args:
+        path: The record.
+        waits: Gets the waits of each life of the broker; they are whole once all events were taken.
+    """
     try:
         record = open_regular(path)
     except FileNotFoundError:
         return
+    last: dict[bytes, bytes] = {}
     with record:
         for line in record:
             head = line[:HEAD_BYTES]
-            if any(kind in head for kind in KINDS) and (found := decoded(line)) is not None:
-                yield found
+            if any(kind in head for kind in KINDS):
+                if (found := decoded(line)) is not None:
+                    yield found
+            elif waits is not None and (life := LIFE.search(head)) is not None:
+                last[life[1]] = line  # only the last one of a life is decoded: there may be thousands
+    if waits is not None:
+        for line in last.values():
+            with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                waits.take(msgspec.json.decode(line, type=_Waits))
 
 
 def decoded(line: bytes) -> Event | None:
@@ -110,18 +137,21 @@ class History(NamedTuple):
         ran_s: Seconds that the run has run, at the time `wall`; None if unknown.
         wall: Wall clock of the reading.
         events: Events in order; of each kind the last `KEPT`.
+        waits: Waits of each life of the broker; None if they were not read.
     """
 
     ran_s: float | None
     wall: float
     events: tuple[Event, ...]
+    waits: WaitedLives | None = None
 
 
 def read_history(layout: RunLayout) -> History:
     """Read the history of a run, and keep the last events of each kind. Blocks: several seconds for 100 MB."""
     tails: dict[type[Recalled], deque[tuple[int, Event]]] = {}
-    for numbered in enumerate(events(layout.metrics)):
+    waits = WaitedLives()
+    for numbered in enumerate(events(layout.metrics, waits)):
         tails.setdefault(type(numbered[1].event), deque(maxlen=KEPT)).append(numbered)
     wall = time.time()
     in_order = sorted(chain.from_iterable(tails.values()), key=itemgetter(0))
-    return History(ran_s(layout, wall), wall, tuple(event for _, event in in_order))
+    return History(ran_s(layout, wall), wall, tuple(event for _, event in in_order), waits)

@@ -202,7 +202,7 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
         "gpus": [_gpu(record) for record in also.book.gpus],
         "limits": also.book.limits,
         "curriculum": curricula.figures(also.curricula),
-        "evaluation": evaluation.figures(also.evaluations),
+        "evaluation": evaluation.figures(also.evaluations, also.ran_s),
         "metrics": {"problem": also.record},
         "ran_s": also.ran_s,
         "counts": counts.counted(reply.pressure).plain(),
@@ -255,7 +255,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         *(("lane", _lane(lane)) for lane in pressure.lanes),
         *(("health", f"{one.env}: {one.problem}; {one.remedy}") for one in also.lately.findings),
         *(("sampler", curricula.line(one)) for one in also.curricula),
-        *(("eval", line) for line in _evaluated(also.evaluations)),
+        *(("eval", line) for line in _evaluated(also.evaluations, also.ran_s)),
         *(("set", f"{one.key} = {one.now}, configured {one.configured}") for one in reply.changed),
         *([("orch", f"orchestrator {also.orchestrator}")] if also.orchestrator else []),
         *([("metrics", also.record)] if also.record else []),
@@ -317,10 +317,10 @@ def _lately(lately: Lately) -> dict[str, Any]:
     }
 
 
-def _evaluated(found: Evaluations) -> Iterator[str]:
-    """Yield the last point of the evaluation, and the points left out."""
+def _evaluated(found: Evaluations, ran: float | None) -> Iterator[str]:
+    """Yield the last point of the evaluation with the cost of all points so far, and the points left out."""
     if points := found.in_force:
-        last, cost = points[-1], evaluation.cost_text(found.seconds, found.share(None))
+        last, cost = points[-1], evaluation.cost_text(found.seconds, found.share(ran))
         yield f"{evaluation.policies(last)}: {evaluation.point_text(last)}; {cost}"
     if text := found.left_out.text():
         yield text
@@ -344,6 +344,7 @@ def _lane(lane: LaneStatus) -> str:
             else ""
         )
         + _rewards(lane)
+        + _blocked(lane)
     )
 
 
@@ -351,6 +352,12 @@ def _rewards(lane: LaneStatus) -> str:
     if lane.reward_mean is None:
         return ""
     return f", reward {lane.reward_mean:.4g} ± {lane.reward_deviation or 0.0:.4g}"
+
+
+def _blocked(lane: LaneStatus) -> str:
+    """Return how many producers wait and for what, as the broker holds them back."""
+    text = waits.waiting_text(lane)
+    return f", {text}: {lane.wait}" if text and waits.is_waiting(lane.wait) else ""
 
 
 def _split(lane: LaneStatus) -> str:

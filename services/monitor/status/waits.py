@@ -88,10 +88,21 @@ def _lanes(pressure: Pressure) -> str:
     first, others = lanes[0], Counter(lane.wait for lane in lanes[1:])
     tell = WORKER_WAITS.get(first.wait)
     text = f"{first.wait}, {tell(pressure, first)}" if tell else f"{first.wait}, environment {first.env}"
+    if waiting := waiting_text(first):
+        text += f"; {waiting}"
     if not others:
         return text
     more = ", ".join(f"{count} for {reason}" for reason, count in others.items())
     return f"{text}; other environments wait: {more}"
+
+
+def waiting_text(lane: LaneStatus) -> str:
+    """Return how many producers of a lane wait, such as `3 of 8 producers wait`; empty if none does."""
+    if not lane.waiting:
+        return ""
+    all_of = "" if lane.producers < lane.waiting else f" of {lane.producers:,}"
+    is_one = max(lane.waiting, lane.producers) == 1
+    return f"{lane.waiting:,}{all_of} producer{'' if is_one else 's'} wait{'s' if lane.waiting == 1 else ''}"
 
 
 def explain(

@@ -8,8 +8,10 @@ import msgspec
 import pytest
 from tests.services.broker.journal.handmade import TRAINER, Handmade, began, flip, settles, version
 
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.commands.records.latency_table import seconds
 from rolloutmq.launch.commands.records.profile import Profile, latencies, profile, profile_lines
+from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.statistics.histogram import HistogramBuilder
 from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.envelope import Split
@@ -62,6 +64,18 @@ def test_a_person_sees_where_the_time_goes_and_each_hop(
     assert [row[1] for row in rows] == ["rollout", "send", "queue", "train", "commit"]
     assert rows[0][2:5] == ["2", "1.50", "s"]
     assert rows[2][-1] == "g1"  # accepted a second before the other, and pulled with it
+
+
+def test_the_starved_part_has_both_bases(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = recorded(run_dir)
+    trained(made)
+    write_json(made.layout.lives, [Life(10.0, 14.0), Life(20.0, 26.0)])
+    assert profile(run_dir, as_json=True) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["starved_of_run"], told["starved"]) == (0.3, 0.75)
+    assert profile(run_dir, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "  trainer starved: 30% of the whole run, 75% from the first batch\n" in told
 
 
 def test_a_program_gets_seconds(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,13 @@ def state(workers: int = 24) -> dict[str, Any]:
                 {"who": "workers", "reason": "no_credit", "seconds": 7.1},
             ],
         },
+        "use": {
+            "starved_of_run": 0.045,
+            "starved": 0.012,
+            "blocked": 0.118,
+            "blocked_reason": "stale_guard",
+            "blocked_by_env": {"sort3": 0.13, "add2": 0.09},
+        },
         "environments": [
             _lane(
                 "sort3", 0.812, 0.21, 16, "want 15.2: the trainer takes 158 sequences/s, a worker makes 10.4"

@@ -17,6 +17,7 @@ from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.latency import Hop
 from rolloutmq.schemas.wire.telemetry import EngineDecision, GpuSample, HostSample
 from rolloutmq.services.dashboard.record.run_record import RunRecord
+from rolloutmq.services.monitor.profile.usage import UsageLine, read_usage
 
 
 def record(*taken: bytes) -> RunRecord:
@@ -77,9 +78,27 @@ def test_waits_add_up_over_the_lives_of_the_broker() -> None:
     first = lines.pressure(9, starved_s=100.0, trainer_waits_s={"no_batch": 90.0, "unsettled": 1.0})
     second = lines.pressure(1, epoch=2, starved_s=5.0, trainer_waits_s={"no_batch": 5.0})
     found = record(line(lines.pressure(1, starved_s=50.0), 0.0), line(first, 1.0), line(second, 2.0))
-    assert found.waited_before(2) == (100.0, {"no_batch": 90.0, "unsettled": 1.0}, {})
-    third = found.waited_before(3)  # a life that no line has told of yet
-    assert (third.starved_s, third.trainer_waits_s["no_batch"]) == (105.0, 95.0)
+    assert found.waited(second) == (105.0, {"no_batch": 95.0, "unsettled": 1.0}, {})
+    third = lines.pressure(1, epoch=3, starved_s=1.0, trainer_waits_s={"no_batch": 1.0})
+    assert found.waited(third).starved_s == 106.0, "a life that no line has told of yet"
+    assert found.waited(second).starved_s == 105.0
+
+
+def test_the_use_of_time_is_that_of_the_profile() -> None:
+    crew = (lines.worker(0), lines.worker(1))
+    states = [
+        lines.pressure(1, crew, starved_s=2.0, trainers=1),
+        lines.pressure(2, crew, starved_s=3.0, trainers=1, settled_busy_s=1.0),
+        lines.pressure(3, crew, starved_s=3.5, trainers=1, settled_busy_s=2.0, blocked_s={"sort3": 1.0}),
+    ]
+    taken = [line(one, 2.0 * number) for number, one in enumerate(states)]
+    found = RunRecord({"sort3": 4})
+    for one in taken:
+        found.take(one)
+    use = found.use()
+    assert (use.run_starved_s, use.starved, use.blocked) == (3.5, 0.25, 1 / 16)
+    read = read_usage((msgspec.json.decode(one, type=UsageLine) for one in taken), {"sort3": 4})
+    assert use == read
 
 
 def test_a_step_counts_once_whoever_reports_it() -> None:

@@ -94,6 +94,7 @@ def test_figures_of_a_run(layout: RunLayout) -> None:
     assert found.rewards["code"] == Course(0.5, 0.5, 0.5)
     assert found.rewards["math"] == pytest.approx((5.5 / 40, 35.5 / 40, 35.5 / 40))
     assert found.starved == pytest.approx(0.25)
+    assert found.starved_of_run == pytest.approx(10.0 / 45.0), "of both lives, without the pause between them"
     assert found.blocked == pytest.approx(0.5 / CONFIG.environment["math"].concurrency)
     key = LatencyKey("math", Split.TRAIN, Hop.TRAIN)
     assert [*found.latencies] == [key]

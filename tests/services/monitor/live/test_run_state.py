@@ -19,7 +19,9 @@ from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import GpuAbsence, GpuSample
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
 from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.live.view import flow_line
 from rolloutmq.services.monitor.report.history import Event, History
+from rolloutmq.services.monitor.report.waited import WaitedLives
 
 MakeStep = Callable[..., StepDone]
 MakeSettled = Callable[..., BatchSettled]
@@ -79,6 +81,21 @@ def test_a_board_that_begins_later_has_the_clock_and_the_rewards_of_the_run(
     board.feed(make_step(6, 0.6), 52.0)
     assert board.rewards()[-2:] == [0.5, 0.6]
     assert board.elapsed_s(52.0) == 302.0
+
+
+def test_waits_are_those_of_all_lives_of_the_broker(
+    board: RunState, make_pressure: Callable[..., Pressure]
+) -> None:
+    earlier = WaitedLives()
+    earlier.take(make_pressure(trainer_waits_s={"no_batch": 60.0}))
+    board.recall(History(300.0, 1000.0, (), earlier), 50.0)
+    board.feed(make_pressure(epoch=2, trainer_waits_s={"no_batch": 2.0}), 51.0)
+    frozen = board.frozen()
+    board.feed(make_pressure(epoch=2, trainer_waits_s={"no_batch": 3.0}), 52.0)
+    board.feed(make_pressure(epoch=3, producer_waits_s={"no_credit": 1.0}), 53.0)
+    assert board.waited().waits_s == {"no_batch": 63.0, "no_credit": 1.0}
+    assert frozen.waited().waits_s == {"no_batch": 62.0}
+    assert "waited: no_batch 63 s · no_credit 1 s" in flow_line(board, make_pressure(epoch=3)).plain
 
 
 def test_rate_and_time_left_follow_the_last_ten_seconds(board: RunState, make_step: MakeStep) -> None:

@@ -392,9 +392,11 @@ def test_a_notice_comes_first(board: RunState) -> None:
 
 
 def test_points_of_the_evaluation_that_were_left_out_are_shown(board: RunState) -> None:
-    assert view.evaluation_lines(board) == []
+    assert view.evaluation_lines(board, 1.0) == []
     board.left_out = "9 points of evaluation.every = 10 left out"
-    assert [line.plain.split(None, 1) for line in view.evaluation_lines(board)] == [["eval", board.left_out]]
+    assert [line.plain.split(None, 1) for line in view.evaluation_lines(board, 1.0)] == [
+        ["eval", board.left_out]
+    ]
 
 
 def test_figures_of_learning_have_a_line_and_those_not_finite_come_first(board: RunState) -> None:

@@ -77,6 +77,19 @@ def test_a_damaged_line_is_passed_over(layout: RunLayout, make_step: MakeStep, l
     assert event.at == 1.0
 
 
+def test_a_history_has_the_waits_of_each_life(
+    layout: RunLayout, make_step: MakeStep, make_pressure: Callable[..., Pressure]
+) -> None:
+    first = [make_pressure(starved_s=at, trainer_waits_s={"no_batch": at}) for at in (1.0, 2.0)]
+    second = make_pressure(epoch=2, starved_s=0.5, producer_waits_s={"stale_guard": 7.0})
+    record(layout, (1.0, first[0]), (2.0, make_step(1)), (3.0, first[1]), (4.0, second))
+    with layout.metrics.open("ab") as file:
+        file.write(b'{"t":5.0,"topic":"pressure","kind":"pressure","epoch":3,"starved_s":"x"}\n')
+    waits = read_history(layout).waits
+    assert waits is not None
+    assert waits.sum() == (2.5, {"no_batch": 2.0}, {"stale_guard": 7.0})
+
+
 def test_a_history_keeps_the_last_events_of_each_kind(
     layout: RunLayout, make_step: MakeStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,7 @@ from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
 from rolloutmq.services.monitor import liveness
+from rolloutmq.services.monitor.report.evaluation import Evaluations
 from rolloutmq.services.monitor.status import orchestrator_view
 from rolloutmq.services.monitor.status import status as command
 from rolloutmq.services.monitor.status.lately import Lately
@@ -215,6 +216,32 @@ def test_the_evaluation_is_told_with_the_points_left_out(
     assert rows[1].startswith(
         "eval     1 point of evaluation.every = 10 left out (1 by evaluation.max_share = 0.1); "
     )
+
+
+def test_the_part_of_the_evaluation_is_that_of_the_run_so_far(
+    reply: StatusReply, answering: RunLayout
+) -> None:
+    record(answering.evaluations, point(0))
+    found = Evaluations.read(answering)
+    ran_s = 4 * found.seconds
+    assert found.share(None) != 0.25
+    also = RunDetails(evaluations=found, ran_s=ran_s)
+    (row,) = (row for row in status_text(reply, also).splitlines() if row.startswith("eval "))
+    assert row.endswith("25.0% of the wall time")
+    assert status_json(reply, also)["evaluation"]["share"] == 0.25
+
+
+def test_a_lane_says_how_many_producers_wait_and_for_what(
+    reply: StatusReply, make_lane: Callable[..., LaneStatus]
+) -> None:
+    lanes = (
+        make_lane(producers=8, waiting=3, wait="stale_guard"),
+        make_lane("idle", producers=2, wait="none"),
+    )
+    rows = status_text(replace(reply, pressure=replace(reply.pressure, lanes=lanes))).splitlines()
+    waiting, idle = (row for row in rows if row.startswith("lane "))
+    assert waiting.endswith(", 3 of 8 producers wait: stale_guard")
+    assert "wait" not in idle
 
 
 def test_a_permit_of_the_evaluation_is_no_rollout(

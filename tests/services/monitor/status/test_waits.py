@@ -63,6 +63,27 @@ def test_workers_that_start_wait_for_weights_that_nobody_has_published(
     assert waits.unserved(layout) == ""
 
 
+@pytest.mark.parametrize(
+    ("waiting", "producers", "text"),
+    [
+        (0, 8, ""),
+        (1, 8, "1 of 8 producers waits"),
+        (3, 8, "3 of 8 producers wait"),
+        (1, 1, "1 of 1 producer waits"),
+        (1200, 2000, "1,200 of 2,000 producers wait"),
+    ],
+)
+def test_waiting_producers_are_counted(waiting: int, producers: int, text: str, make_lane: MakeLane) -> None:
+    lane = make_lane("e", wait="no_tasks", waiting=waiting, producers=producers)
+    assert waits.waiting_text(lane) == text
+
+
+def test_the_reason_of_workers_says_how_many_wait(make_pressure: MakePressure, make_lane: MakeLane) -> None:
+    lane = make_lane("e", wait="no_tasks", waiting=3, producers=8)
+    told = waits.workers(make_pressure(lanes=(lane,)))
+    assert told == "no_tasks, environment e: its workers wait for submitted tasks; 3 of 8 producers wait"
+
+
 def test_whoever_waits_for_a_teacher_comes_first(
     make_pressure: MakePressure, make_worker: MakeWorker, make_lane: MakeLane
 ) -> None:

@@ -4,7 +4,7 @@ import { actionButton, renewButton } from "../parts/actions.js";
 import { longText } from "../parts/long_text.js";
 import { Table } from "../parts/table.js";
 import { el } from "../text/dom.js";
-import { count, figure, NONE, rate, seconds } from "../text/format.js";
+import { count, figure, NONE, percent, rate, seconds } from "../text/format.js";
 import { plain } from "../text/visible.js";
 
 function workersText(row) {
@@ -18,7 +18,7 @@ const why = (row) => [row.given_up, row.limit, row.target_reason].filter(Boolean
 export const environments = {
   id: "environments",
   title: "Environments",
-  needs: ["environments", "engine_target", "run"],
+  needs: ["environments", "engine_target", "run", "use"],
   mount(body, { actions }) {
     const table = new Table(body, {
       caption: "Environments", none: "No environment has registered.", key: (row) => `${row.env}\n${row.split}`,
@@ -31,7 +31,9 @@ export const environments = {
         { title: "Trained", number: true, wider: true, value: (row) => count(row.trained_groups) },
         { title: "Groups", number: true, value: (row) => rate(row.accepted_per_s) },
         { title: "Rollout", number: true, wider: true, value: (row) => (row.rollout_s ? seconds(row.rollout_s) : NONE) },
-        { title: "Waits for", wider: true, value: (row) => row.wait || NONE, mono: true },
+        { title: "Waiting", number: true, wide: true, value: (row) => (row.waiting === undefined ? NONE : `${count(row.waiting)} of ${count(row.producers)}`), tone: (row) => (row.waiting ? "warn" : "") },
+        { title: "For", wide: true, value: (row) => row.wait || NONE, mono: true },
+        { title: "Blocked", number: true, wider: true, value: (row) => percent(row.blocked ?? null) },
         { title: "Workers", number: true, value: workersText },
         { title: "Why that many", wide: true, class: "reason", value: why, render: (row) => longText(why(row), { limit: 120 }) },
         { title: "Action", class: "action-cell", value: () => "",
@@ -47,7 +49,8 @@ export const environments = {
       ],
     });
     return (store) => {
-      const rows = store.list("environments");
+      const blocked = store.get("use", {}).blocked_by_env ?? {};
+      const rows = store.list("environments").map((row) => ({ ...row, blocked: row.split === "eval" ? null : blocked[row.env] }));
       // Engines are scaled, too, under the name of their service.
       const engines = store.get("engine_target");
       table.draw(engines ? [...rows, { env: "inference", split: "engines", reward_mean: null, ...engines, target_reason: engines.reason, isEngines: true }] : rows);

@@ -10,6 +10,8 @@ function pressureTone(queue) {
   return value < queue.low ? "warn" : value <= queue.high ? "good" : "";
 }
 
+const isKnown = (value) => value !== null && value !== undefined;
+
 const TILES = [
   { title: "Rollout pressure", needs: "queue", value: ({ queue }) => fixed(queue.rollout_pressure), unit: "batches",
     note: ({ queue }) => (queue.low === undefined ? "" : `target ${figure(queue.low, 2)} to ${figure(queue.high, 2)}`), tone: ({ queue }) => pressureTone(queue) },
@@ -23,7 +25,9 @@ const TILES = [
   { title: "Queue", value: ({ queue }) => count(queue.queued_groups), unit: () => "groups",
     note: ({ queue }) => `${bytes((queue.queued_bytes ?? 0) + (queue.leased_bytes ?? 0))} of ${bytes(queue.high_bytes)}` },
   { title: "Trainer starved", value: ({ queue }) => clock(queue.starved_s),
-    note: ({ queue, state }) => (state.ran_s > 0 && queue.starved_s !== null ? `${percent(Math.min(1, (queue.starved_s ?? 0) / state.ran_s))} of the run` : "") },
+    note: ({ use }) => [isKnown(use.starved_of_run) ? `${percent(use.starved_of_run)} of the whole run` : "", isKnown(use.starved) ? `${percent(use.starved)} from the first batch` : ""].filter(Boolean).join(" · ") },
+  { title: "Workers blocked", value: ({ use }) => percent(use.blocked ?? null), unit: ({ use }) => (isKnown(use.blocked) ? "of their time" : ""),
+    note: ({ use }) => (isKnown(use.blocked) ? ["from the first batch", plain(use.blocked_reason ?? "", 40)].filter(Boolean).join(" · ") : "") },
 ];
 
 function activity(store) {
@@ -35,7 +39,7 @@ function activity(store) {
 export const overview = {
   id: "overview",
   title: "Overview",
-  needs: ["run", "queue", "waits", "environments", "worker_counts", "problems", "trainer_trouble"],
+  needs: ["run", "queue", "waits", "use", "environments", "worker_counts", "problems", "trainer_trouble"],
   mount(body) {
     const alerts = el("ul", { class: "alerts", "aria-label": "Problems" });
     const why = el("p", { class: "why" });
@@ -53,7 +57,7 @@ export const overview = {
       setText(why, text);
       const environments = store.list("environments").filter((one) => one.split === "train" && one.target !== null && one.target !== undefined);
       const facts = {
-        state: store.get("run", {}), queue: store.get("queue", {}), counts: store.get("worker_counts", {}),
+        state: store.get("run", {}), queue: store.get("queue", {}), use: store.get("use", {}), counts: store.get("worker_counts", {}),
         target: environments.length ? environments.reduce((sum, one) => sum + one.target, 0) : null,
       };
       for (const { node, parts, value, unit, note, tone } of tiles) {
