@@ -44,6 +44,8 @@ SUBJECTS_LIMIT: Final = 4096
 """Most subjects whose last event is kept, such as processes and GPUs; and most findings."""
 TEXT_CHARS: Final = 2000
 """Longest text of a decision."""
+HOP_KEYS: Final = 320
+"""Most series of hops: the five of 64 environments."""
 HOP_WINDOW_S: Final = 5.0
 """Time whose durations make one point of the percentiles of a hop."""
 _KIND: Final = re.compile(rb'"kind":"([a-z_]{1,40})"')
@@ -105,7 +107,7 @@ class RunRecord:
     """
 
     def __init__(self, slots: Mapping[str, int] | None = None) -> None:
-        self.series = SeriesBook(SERIES)
+        self.series = SeriesBook(SERIES, more={"hop": HOP_KEYS})
         self.latencies = Latencies()
         self.latency_parts = LatencyParts()
         self.decisions: deque[dict[str, Any]] = deque(maxlen=DECISIONS_KEPT)
@@ -244,7 +246,9 @@ class RunRecord:
         self.latencies.add(rows, line.t)
         self.latency_parts.add(line)
         for row in rows:
-            key = f"{row.hop}:{row.env or row.route or row.engine}"
+            if row.hop.has_status:
+                continue  # no curve is drawn of calls and requests, and their names would take the place of hops
+            key = f"{row.hop}:{row.env}"
             began, durations = self._windows.get(key, (line.t, Histogram()))
             durations = durations.merged(row.durations)
             if line.t - began >= HOP_WINDOW_S or line.t < began:

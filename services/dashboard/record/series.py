@@ -7,6 +7,7 @@ a reader that has seen version v gets the rows that changed since, which are the
 from collections.abc import Mapping
 from enum import Enum
 from math import isfinite
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 ROWS_LIMIT: Final = 1024
@@ -150,11 +151,17 @@ class SeriesBook:
     Args:
         names: Columns of the series of each name.
         keys: Most keys of a name; values of further keys are dropped.
+        more: The same for some names.
     """
 
-    def __init__(self, names: Mapping[str, Mapping[str, Fold]], keys: int = 64) -> None:
+    def __init__(
+        self,
+        names: Mapping[str, Mapping[str, Fold]],
+        keys: int = 64,
+        more: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._names = names
-        self._keys = keys
+        self._keys = {name: more.get(name, keys) for name in names}
         self._counts = dict.fromkeys(names, 0)
         self._series: dict[tuple[str, str], Series] = {}
         self.version = 0
@@ -163,7 +170,7 @@ class SeriesBook:
         """Add values to a series, see `Series.add`."""
         found = self._series.get((name, key))
         if found is None:
-            if self._counts[name] >= self._keys:
+            if self._counts[name] >= self._keys[name]:
                 return
             self._counts[name] += 1
             found = self._series[name, key] = Series(self._names[name])

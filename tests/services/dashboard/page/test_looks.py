@@ -120,6 +120,21 @@ def test_the_way_of_a_group_of_each_environment_and_of_the_last_minutes(
     assert browser.complaints() == []
 
 
+def test_blocked_workers_and_the_bases_of_parts_are_told(browser: Browser, played: PlayedServer) -> None:
+    browser.open(played.link)
+    browser.until_text(".badge", "live")
+    browser.until_text("#overview .tiles", "Workers blocked")
+    tiles = browser.text("#overview .tiles")
+    assert "12 % of their time" in tiles
+    assert "from the first batch · stale_guard" in tiles
+    assert "5 % of the whole run · 1 % from the first batch" in tiles
+    browser.show("waits")
+    browser.until_text("#waits", "sort3: 3 of 16 wait for stale_guard; add2: 3 of 8 wait for stale_guard")
+    browser.show("environments")
+    browser.until_text("#environments table", "3 of 16")
+    browser.until_text("#environments table", "13 %")
+
+
 def test_the_slowest_workers_hosts_engines_and_gpus(browser: Browser, played: PlayedServer) -> None:
     pick = (
         "const n = document.getElementById('latency-by'); n.value = arguments[0];"

@@ -188,6 +188,21 @@ def test_percentiles_of_hops() -> None:
     assert sum(hop["count"]) <= 1000
 
 
+def test_each_of_many_environments_has_a_curve_of_each_hop_and_calls_take_no_place() -> None:
+    hops = [hop for hop in Hop if not hop.has_status]
+    found = RunRecord()
+    for second in (0.0, 10.0):
+        for number in range(64):
+            found.take(
+                line(lines.latencies(Hop.CALL, 0.1, env="", engine=f"i{number}", status="2xx"), second)
+            )
+        for hop in hops:
+            for number in range(64):
+                found.take(line(lines.latencies(hop, 0.1, env=f"e{number}"), second))
+    for hop in hops:
+        assert series(found, "hop", f"{hop}:e63")["count"] == [2]
+
+
 def test_the_rollouts_of_a_worker_do_not_count_twice() -> None:
     told = lines.latencies(Hop.ROLLOUT, 0.1, 0.2)
     call = lines.latencies(Hop.CALL, 0.1)

@@ -1,6 +1,6 @@
 // A chart of series over the time of the run, with its legend, its summary in words, and its data as a table.
 //
-// All charts share the span of time and the cursor. A series has `label`, `values`, and may have `unit` (a function from a
+// All charts share the span of time and the cursor, which the arrow keys move too. A series has `label`, `values`, and may have `unit` (a function from a
 // number to text), `scale`, `dash`, `points` (marks only), `fill`, `stepped`. Series of one chart may have times of their own.
 
 import { el, setAttribute, setText, show } from "../text/dom.js";
@@ -12,6 +12,9 @@ import { view } from "./view.js";
 const COLOURS = 8;
 const TABLE_ROWS = 24;
 const LABEL_CHARS = 40;
+const SAY_MS = 150;
+const PAGE_PART = 10;
+const KEYS_HELP = "Arrow keys, Page Up, Page Down, Home and End move along the time; Escape leaves.";
 const charts = new Set();
 
 const two = (number) => String(number).padStart(2, "0");
@@ -36,13 +39,17 @@ export class Chart {
     this.plot = null;
     this.legend = el("ul", { class: "legend" });
     this.time = el("span", { class: "quiet numbers chart-time" });
-    this.canvas = el("div", { class: "chart-canvas", role: "img", "aria-label": `${title}: no data yet.` });
+    this.canvas = el("div", { class: "chart-canvas", role: "img", tabindex: 0, "aria-label": `${title}: no data yet.`, "aria-description": KEYS_HELP });
+    this.said = el("p", { class: "sr-only", role: "status" });
+    this.place = null;
+    this.canvas.addEventListener("keydown", (event) => this._key(event));
+    this.canvas.addEventListener("blur", () => this._leave());
     this.none = el("p", { class: "empty", text: none });
     this.table = el("div", { class: "table-box", role: "region", tabindex: 0, "aria-label": `${title}: data` });
     this.details = el("details", { class: "chart-data" }, el("summary", { "aria-label": `Data of ${title} as a table`, text: "Data" }), this.table);
     this.details.addEventListener("toggle", () => this._drawTable());
     this.node = el("figure", { class: "panel chart", "aria-label": title },
-      el("figcaption", {}, el("h3", { text: title }), this.time), this.legend, this.canvas, this.none, this.details);
+      el("figcaption", {}, el("h3", { text: title }), this.time), this.legend, this.canvas, this.said, this.none, this.details);
     parent.append(this.node);
     new ResizeObserver(() => this._resize()).observe(this.canvas);
     charts.add(this);
@@ -65,9 +72,52 @@ export class Chart {
     } else {
       this.plot?.setData(this.data);
     }
-    this._drawLegend(null);
+    this._drawLegend(this.place === null ? null : Math.min(this.place, this.data[0].length - 1));
     this._describe();
     this._drawTable();
+  }
+
+  /** Set what is shown without any data. */
+  setNone(text) {
+    setText(this.none, text);
+  }
+
+  // The cursor by keys: to the next point, a tenth of them, or the ends of the shown span.
+  _key(event) {
+    const times = this.data?.[0] ?? [];
+    if (!this.plot || !times.length || event.ctrlKey || event.altKey || event.metaKey) return;
+    if (event.key === "Escape") {
+      this._leave();
+      return;
+    }
+    const [first, last] = shownRange(times, this.plot.scales.x);
+    const page = Math.max(1, Math.round((last - first) / PAGE_PART));
+    const moves = { ArrowLeft: -1, ArrowRight: 1, PageUp: -page, PageDown: page, Home: -Infinity, End: Infinity };
+    const move = moves[event.key];
+    if (move === undefined) return;
+    event.preventDefault();
+    const from = this.place ?? (move < 0 ? last + 1 : first - 1);
+    this.place = Math.min(last, Math.max(first, from + move));
+    this.plot.setCursor({ left: this.plot.valToPos(times[this.place], "x"), top: this.plot.over.clientHeight / 2 });
+    this._drawLegend(this.place);
+    clearTimeout(this.saying);
+    this.saying = setTimeout(() => this._say(), SAY_MS);
+  }
+
+  _leave() {
+    if (this.place === null) return;
+    this.place = null;
+    clearTimeout(this.saying);
+    setText(this.said, "");
+    this.plot?.setCursor({ left: -10, top: -10 });
+    this._drawLegend(null);
+  }
+
+  _say() {
+    if (this.place === null || this.place >= (this.data?.[0]?.length ?? 0)) return;
+    const values = this.series.flatMap((one, at) =>
+      (this.hidden.has(one.label) ? [] : [`${plain(one.label, LABEL_CHARS)} ${text(one, nearest(this.data[at + 1], this.place))}`]));
+    setText(this.said, `${moment(this.data[0][this.place])}: ${values.join(", ")}`);
   }
 
   _resize() {
@@ -203,6 +253,13 @@ function lastOf(values) {
 function nearest(values, index) {
   for (let at = index; at >= 0; at -= 1) if (values[at] !== null && values[at] !== undefined) return values[at];
   return null;
+}
+
+// The first and the last index within the shown span of time; of all points if none is within.
+function shownRange(times, { min, max }) {
+  const first = times.findIndex((at) => at >= min);
+  const last = times.findLastIndex((at) => at <= max);
+  return first < 0 || last < first ? [0, times.length - 1] : [first, last];
 }
 
 function joined(series) {

@@ -1,8 +1,10 @@
-// Sections: each draws only when what it needs has changed and it is in view. The rest of a long page costs nothing.
+// Sections: each draws when what it needs has changed, at once if it is in view. The others follow every few seconds: a
+// search of the page and a screen reader find them without scrolling.
 
 import { el } from "../text/dom.js";
 
 const MARGIN = "300px 0px";
+const UNSEEN_MS = 5000;
 
 /** Mount sections below each other. A section has `id`, `title`, `needs`, and `mount(body, context)`, which returns
  * the function that draws it. */
@@ -33,6 +35,9 @@ export function mountSections(root, sections, context) {
     });
     observer.observe(node);
   }
+  setInterval(() => {
+    for (const one of drawOf.values()) if (one.isDue) one.draw();
+  }, UNSEEN_MS);
 }
 
 /** Return a titled box within a section. */

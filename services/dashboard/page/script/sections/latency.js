@@ -84,6 +84,7 @@ export const latency = {
       drawWay(falls, shown);
       table.draw(shown);
       callTable.draw(all.filter((row) => !WAY.includes(row.hop)));
+      chart.setNone(shown.length ? "no curve yet: a point takes some seconds of groups" : "no latency measured yet");
       chart.draw(WAY.flatMap((hop) => {
         const found = store.history("hop").filter(([key]) => key === `${hop}:${env}` || (!env && key.startsWith(`${hop}:`)));
         return found.slice(0, 1).map(([, columns]) => ({ label: TITLES[hop], times: columns.t, values: columns.p50_s ?? [], unit: seconds }));

@@ -8,6 +8,8 @@ import { count, figure } from "../text/format.js";
 import { plain } from "../text/visible.js";
 
 const ENVIRONMENTS = 6;
+// A loss moves in its later digits.
+const precise = (value) => figure(value, 5);
 
 export const learning = {
   id: "learning",
@@ -23,7 +25,7 @@ export const learning = {
       caption: "Last figures of training", none: "The trainer has logged no figures.", key: (row) => row.name,
       columns: [
         { title: "Figure", head: true, value: (row) => row.name, mono: true },
-        { title: "Last", number: true, value: (row) => (row.isFinite ? figure(row.value, 4) : "not finite"), tone: (row) => (row.isFinite ? "" : "bad") },
+        { title: "Last", number: true, value: (row) => (row.isFinite ? precise(row.value) : "not finite"), tone: (row) => (row.isFinite ? "" : "bad") },
       ],
     });
     const evaluated = el("p", { class: "numbers" });
@@ -38,7 +40,7 @@ export const learning = {
         { label: "largest", times: steps.t, values: steps.staleness_max ?? [], unit: count },
         { label: "mean", times: steps.t, values: steps.staleness_mean ?? [], unit: (value) => figure(value, 2) },
       ].filter((one) => one.values.some((value) => value !== null)));
-      loss.draw(steps === null || !(steps.loss ?? []).some((value) => value !== null) ? [] : [{ label: "loss", times: steps.t, values: steps.loss }]);
+      loss.draw(steps === null || !(steps.loss ?? []).some((value) => value !== null) ? [] : [{ label: "loss", times: steps.t, values: steps.loss, unit: precise }]);
       const bad = new Set(store.list("not_finite"));
       const rows = Object.entries(store.get("figures", {})).map(([name, value]) => ({ name, value, isFinite: !bad.has(name) }));
       for (const name of bad) if (!rows.some((row) => row.name === name)) rows.push({ name, value: null, isFinite: false });

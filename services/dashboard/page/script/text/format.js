@@ -11,14 +11,13 @@ export function count(value) {
   return isNumber(value) ? WHOLE.format(value) : NONE;
 }
 
-/** Return a number with about `digits` significant digits: `0.123`, `12.3`, `1,234`. */
+/** Return a number with about `digits` significant digits: `0.00123`, `0.123`, `12.3`, `1,234`. */
 export function figure(value, digits = 3) {
   if (!isNumber(value)) return NONE;
   const size = Math.abs(value);
   if (size === 0) return "0";
   if (size < 1e-4 || size >= 1e9) return value.toExponential(Math.max(0, digits - 1));
-  const whole = size < 1 ? 0 : Math.floor(Math.log10(size));
-  const decimals = Math.max(0, Math.min(6, digits - 1 - whole));
+  const decimals = Math.max(0, Math.min(8, digits - 1 - Math.floor(Math.log10(size))));
   return new Intl.NumberFormat("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }).format(value);
 }
 
