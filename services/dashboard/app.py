@@ -62,6 +62,8 @@ SECURITY: Final = {
     "Server": "rolloutmq",
 }
 """Headers of every reply."""
+ERROR_HEADERS: Final = {**SECURITY, "Cache-Control": "no-store"}
+"""Headers of the replies to what is no HTTP, which reaches no handler."""
 
 Reply = web.StreamResponse
 Handler = Callable[[web.Request], Awaitable[Reply]]

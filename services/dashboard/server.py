@@ -18,7 +18,7 @@ from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.address import is_loopback
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, UsageError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.services.dashboard.app import DashboardApp
+from rolloutmq.services.dashboard.app import ERROR_HEADERS, DashboardApp
 from rolloutmq.services.dashboard.entry.handover import opened
 from rolloutmq.services.dashboard.entry.sessions import Sessions, link
 from rolloutmq.services.dashboard.run_files import read_config
@@ -33,6 +33,8 @@ LISTEN_FD: Final = "ROLLOUTMQ_DASHBOARD_FD"
 """Variable with the descriptor of the launcher's socket."""
 SECRETS_FD: Final = "ROLLOUTMQ_DASHBOARD_SECRETS_FD"
 """Variable with the descriptor of the launcher's secrets, see `handover`."""
+CONNECTIONS: Final = 256
+"""Most connections at a time: a browser keeps up to six for each page."""
 IDLE_S: Final = 60.0
 """Time without a request or an open page after which the server of a launcher ends."""
 ORPHAN_IDLE_S: Final = 5.0
@@ -81,7 +83,7 @@ async def serve(
     known = () if isinstance(config, str) else config.run.http_hosts
     access = HttpAccess(names_of(host, known), remedy="; open the page itself")
     page = DashboardApp(RunLayout(root), access, sessions, port)
-    async with serving(page.app(), bound):
+    async with serving(page.app(), bound, CONNECTIONS, ERROR_HEADERS):
         if idles:
             await _until_idle(page, stop)
             if stop.reason != IDLE:

@@ -2,13 +2,14 @@
 
 import errno
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Final
 
 from aiohttp import web
 
 from rolloutmq.schemas.errors import AddressInUseError
+from rolloutmq.services.http_server.bounded_site import NO_HEADERS, BoundedSite
 from rolloutmq.services.http_server.sockets import bound_socket
 
 KEEP_ALIVE_S: Final = 75.0
@@ -32,7 +33,8 @@ async def listening(app: web.Application, host: str, port: int, before: int | No
         wanted = [port] if port else [before, 0] if before else [0]
         for candidate in wanted:
             try:
-                await _listen(runner, bound_socket(host, candidate))
+                bound = bound_socket(host, candidate)
+                await _start(web.SockSite(runner, bound, backlog=BACKLOG), bound)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or candidate == 0:
@@ -43,10 +45,19 @@ async def listening(app: web.Application, host: str, port: int, before: int | No
 
 
 @asynccontextmanager
-async def serving(app: web.Application, bound: socket.socket) -> AsyncIterator[int]:
-    """Serve on a bound socket for the duration of the block, which closes it; yield the port."""
+async def serving(
+    app: web.Application, bound: socket.socket, limit: int, headers: Mapping[str, str] = NO_HEADERS
+) -> AsyncIterator[int]:
+    """Serve on a bound socket for the duration of the block, which closes it; yield the port.
+
+    Args:
+        app: The application.
+        bound: The bound socket.
+        limit: Most connections at a time, see `BoundedSite`.
+        headers: Headers of each reply that aiohttp makes by itself.
+    """
     async with _set_up(app) as runner:
-        await _listen(runner, bound)
+        await _start(BoundedSite(runner, bound, backlog=BACKLOG, limit=limit, headers=headers), bound)
         yield int(runner.addresses[0][1])
 
 
@@ -66,9 +77,9 @@ async def _set_up(app: web.Application) -> AsyncIterator[web.AppRunner]:
         await runner.cleanup()
 
 
-async def _listen(runner: web.AppRunner, bound: socket.socket) -> None:
+async def _start(site: web.BaseSite, bound: socket.socket) -> None:
     try:
-        await web.SockSite(runner, bound, backlog=BACKLOG).start()
+        await site.start()
     except OSError:
         bound.close()
         raise

@@ -122,6 +122,17 @@ def test_every_reply_has_the_headers(at_ended: Browser) -> None:
         assert stream.headers["Content-Type"] == "text/event-stream"
 
 
+@pytest.mark.parametrize("sent", [b"GARBAGE\r\n\r\n", b"GET / HTTP/1.1\r\nHost: \x00\r\n\r\n"])
+def test_what_is_no_http_gets_the_headers_too(at_ended: Browser, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", at_ended.port), 60) as peer:
+        peer.sendall(sent)
+        reply = peer.makefile("rb").read().decode()
+    assert reply.split()[1] == "400"
+    for name, value in SECURITY.items():
+        assert f"\r\n{name}: {value}\r\n" in reply
+    assert "\r\nCache-Control: no-store\r\n" in reply
+
+
 def test_every_file_of_the_page_is_served_and_no_other(at_ended: Browser) -> None:
     names = [path.relative_to(PAGE).as_posix() for path in PAGE.rglob("*") if path.is_file()]
     names = [name for name in names if not name.endswith((".py", ".pyc"))]

@@ -1,8 +1,8 @@
 """The endpoint: `GET /metrics` in the loop of telemetry.
 
 It is outside of the run's way: an endpoint that cannot listen is logged and tried again, and telemetry records on.
-However many clients ask, a page is made at most once in `PAGE_S`. A client that reads slowly holds one connection of
-`CONNECTIONS`, and no other.
+However many clients ask, a page is made at most once in `PAGE_S`. A client that reads slowly holds one request of
+`CONNECTIONS`, and no other. Beyond `OPEN_LIMIT` connections the oldest idle one is closed.
 """
 
 import asyncio
@@ -18,6 +18,7 @@ from prometheus_client.exposition import choose_encoder
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
 from rolloutmq.services.http_server.access import HttpAccess, access_of, split_token
+from rolloutmq.services.http_server.bounded_site import BoundedSite
 from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.telemetry.export.prometheus.families import Families
@@ -29,6 +30,15 @@ PAGE_S: Final = 0.5
 """Age up to which a page is sent again."""
 CONNECTIONS: Final = 32
 """Requests that are answered at a time; further ones are told to come again."""
+OPEN_LIMIT: Final = 4 * CONNECTIONS
+"""Most connections at a time, idle ones included."""
+HEADERS: Final = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Headers of every reply: a browser shows a page of labels as text, whatever is in them."""
 KEEP_ALIVE_S: Final = 75.0
 SEND_S: Final = 30.0
 """Longest time of a client for one answer."""
@@ -91,6 +101,7 @@ class Endpoint:
         """Return the application; one route dispatches all paths, so that each is checked for access."""
         made = web.Application()
         made.router.add_route("*", "/{path:.*}", self._answer)
+        made.on_response_prepare.append(_secure)
         return made
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
@@ -125,6 +136,10 @@ class Endpoint:
         return response
 
 
+async def _secure(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(HEADERS)
+
+
 async def serve_metrics(run: RunConfig, collect: Collect, stop: Stop, retry_s: float = RETRY_S) -> None:
     """Serve the metrics of a run until `stop`. Raises nothing: what prevents it is logged, once for each reason."""
     config, why = run.telemetry, ""
@@ -155,7 +170,7 @@ async def _listening(app: web.Application, config: TelemetryConfig) -> AsyncIter
     try:
         bound = bound_socket(config.metrics_host, config.metrics_port)
         try:
-            await web.SockSite(runner, bound, backlog=BACKLOG).start()
+            await BoundedSite(runner, bound, backlog=BACKLOG, limit=OPEN_LIMIT, headers=HEADERS).start()
         except OSError:
             bound.close()
             raise

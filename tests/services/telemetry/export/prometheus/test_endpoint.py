@@ -231,3 +231,19 @@ async def test_a_client_that_takes_too_long_loses_its_connection() -> None:
                 received += len(chunk)
         assert received < len(Pages(Large()).page("", 0.0).body)
         writer.transport.abort()
+
+
+async def test_every_reply_has_the_headers_also_of_what_is_no_http(run_dir: Path) -> None:
+    run = RunConfig(telemetry=TelemetryConfig(metrics_port=free_port()), run=RunSection(dir=run_dir))
+    async with served(run) as url, aiohttp.ClientSession() as session:
+        for path, method in (("/metrics", "GET"), ("/none", "GET"), ("/metrics", "POST")):
+            async with session.request(method, url + path) as answer:
+                assert endpoint.HEADERS.items() <= dict(answer.headers).items()
+        reader, writer = await asyncio.open_connection("127.0.0.1", run.telemetry.metrics_port)
+        writer.write(b"GARBAGE\r\n\r\n")
+        head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), DEADLINE_S)).decode()
+        writer.close()
+        await writer.wait_closed()
+        assert " 400 " in head
+        for name, value in endpoint.HEADERS.items():
+            assert f"{name}: {value}" in head
