@@ -1,7 +1,8 @@
 """`metrics.jsonl`: every published event, one JSON object a line.
 
 A line is `{"t": wall clock at arrival, "topic": ..., ...fields of the event}`. Acks and drains have one receiver and
-are not recorded. `pressure` is thinned out in a long run. It carries `worker_states`, the number of workers by state,
+are not recorded. `pressure` is thinned out in a long run, and latency samples of many processes are merged, see
+`sample_merger`. `pressure` carries `worker_states`, the number of workers by state,
 which stays when a line is trimmed to its limit. Events are written once a second: a killed recorder loses the last
 second, and the next one cuts off a torn line. While the file cannot be written, for example because the disk is full,
 events are dropped and counted.
@@ -19,7 +20,9 @@ from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.files import append_whole, private_file
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.wire.control import Pressure
+from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.schemas.wire.telemetry import Event
+from rolloutmq.services.telemetry.sample_merger import SampleMerger
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,7 @@ class Recorder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: list[bytes] = []
+        self._merger = SampleMerger()
         self._first_at: float | None = None
         self._pressure_at = 0.0
         self.malformed = 0
@@ -67,7 +71,10 @@ class Recorder:
             self.malformed += 1
             logger.warning("event not decoded topic=%r error=%s", topic, error)
             return None
-        if not isinstance(event, Pressure) or self._is_due(now):
+        if isinstance(event, LatencySample):
+            if (due := self._merger.take(topic, event, now)) is not None:
+                self._lines.append(line_of(*due))
+        elif not isinstance(event, Pressure) or self._is_due(now):
             self._lines.append(line_of(topic, event, now))
         return event
 
@@ -81,7 +88,19 @@ class Recorder:
         return True
 
     def flush(self) -> None:
-        """Append the events since the last flush as whole lines, or drop and count them. Raises nothing."""
+        """Append the events since the last flush as whole lines, or drop and count them. Call it once a second.
+
+        Raises nothing.
+        """
+        self._lines += (line_of(*due) for due in self._merger.flushed())
+        self._write()
+
+    def close(self) -> None:
+        """Append all that is left, see `flush`."""
+        self._lines += (line_of(*due) for due in self._merger.rest())
+        self._write()
+
+    def _write(self) -> None:
         if not self._lines:
             return
         lines, self._lines = self._lines, []

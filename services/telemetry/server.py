@@ -192,7 +192,7 @@ class Telemetry:
         flush_at = time.monotonic() + FLUSH_S
         with contextlib.closing(FindingOutlet(self._layout)) as outlet:
             await self._follow(stop, recorder, exporters, outlet, flush_at)
-        recorder.flush()
+        recorder.close()
 
     async def _follow(
         self, stop: Stop, recorder: Recorder, exporters: Exporters, outlet: FindingOutlet, flush_at: float
