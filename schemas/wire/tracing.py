@@ -25,6 +25,8 @@ class Call(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_d
     """Status of the answer; 0 if none came."""
     tokens: Count = 0
     """Sampled tokens."""
+    prompt_tokens: Count = 0
+    """Tokens of the prompt."""
 
 
 class RolloutTrace(Message, tag="rollout_trace", frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecor
 
 class _Usage(msgspec.Struct):
     completion_tokens: int = 0
+    prompt_tokens: int = 0
 
 
 class _Sampled(msgspec.Struct):
@@ -32,13 +33,13 @@ class Attempt:
 
     def __init__(self) -> None:
         self.status = ""
-        self.tokens = 0
+        self.tokens = self.prompt_tokens = 0
 
     def answered(self, status: int, body: bytes) -> None:
         """Note the answer, and what it sampled."""
         self.status = status_class(status)
         if status == 200:
-            self.tokens = _sampled(body)
+            self.tokens, self.prompt_tokens = _counted(body)
 
 
 class CallLatencies:
@@ -63,10 +64,10 @@ class CallLatencies:
                 self._recorder.add(key, time.perf_counter() - begun, tokens=attempt.tokens)
 
 
-def _sampled(body: bytes) -> int:
-    """Return the number of sampled tokens that a response counts; 0 for one without it."""
+def _counted(body: bytes) -> tuple[int, int]:
+    """Return the numbers of sampled tokens and of those of the prompt that a response counts; 0 without them."""
     try:
         usage = _decoder.decode(body).usage
     except msgspec.MsgspecError:
-        return 0
-    return max(0, usage.completion_tokens) if usage is not None else 0
+        return 0, 0
+    return (max(0, usage.completion_tokens), max(0, usage.prompt_tokens)) if usage is not None else (0, 0)

@@ -25,6 +25,8 @@ class TracedCall:
     def __init__(self) -> None:
         self.status = 0
         """Status of the answer; 0 if none came."""
+        self.tokens = self.prompt_tokens = 0
+        """Tokens that the answer says it sampled, and those of the prompt."""
 
 
 @contextmanager
@@ -45,6 +47,8 @@ def traced_call(engine: str, path: str) -> Iterator[TracedCall]:
                 began_at=began_at,
                 seconds=time.perf_counter() - begun,
                 status=call.status,
+                tokens=call.tokens,
+                prompt_tokens=call.prompt_tokens,
             )
         )
 

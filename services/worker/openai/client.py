@@ -287,12 +287,13 @@ class OpenAIPolicy:
         if not engine.model and (why := await self._find(engine)):
             return why
         with (
-            traced_call(engine.url, path) as call,
+            traced_call(engine.name or engine.url, path) as call,
             self._latencies.attempt(engine.name, path) as attempt,
         ):
             status, body = await self._post(engine.url + path, request(engine.model))
             call.status = status
             attempt.answered(status, body)
+            call.tokens, call.prompt_tokens = attempt.tokens, attempt.prompt_tokens
         if status == 200:
             return body
         if status == 404 and path in {wire.TOKENIZE, wire.DETOKENIZE} and not wire.lacks_model(body):

@@ -2,7 +2,7 @@
 
 It follows the journal and the calls that workers tell, and sends each sampled group once it is over. It ends with its
 input. Groups that ended before it began are those of an earlier life, and are not sent again. At durability `memory`
-there is no journal, and so no trace.
+there is no journal: a trace then has the rollout and its calls alone, and is sent once the rollout is over.
 """
 
 import logging
@@ -22,11 +22,12 @@ from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.schemas.wire.tracing import RolloutTrace
 from rolloutmq.services.broker.journal.inspect.event_tail import EventTail
 from rolloutmq.services.broker.journal.inspect.group_traces import OPEN_LIMIT, GroupTrace, TraceFollower
 from rolloutmq.services.telemetry.export.sinks.protocol import Told, line_of
-from rolloutmq.services.telemetry.export.traces.spans import Span, spans_of
+from rolloutmq.services.telemetry.export.traces.spans import Span, rollout_spans_of, spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,11 @@ class Calls:
         """Return the calls of a group, and forget them."""
         return self._known.pop(group_id, None)
 
+    def taken(self) -> list[RolloutTrace]:
+        """Return the calls of all groups, and forget them."""
+        found, self._known = [*self._known.values()], {}
+        return found
+
     def close(self) -> None:
         """End the subscription."""
         if self._subscriber is not None:
@@ -82,9 +88,13 @@ class Traces:
         run: Name of the run.
         ratio: Part of the groups that is traced.
         since: Wall clock; groups that were over before are not sent.
+        has_journal: Whether the broker keeps a journal.
     """
 
-    def __init__(self, layout: RunLayout, run: str, ratio: float, since: float) -> None:
+    def __init__(
+        self, layout: RunLayout, run: str, ratio: float, since: float, *, has_journal: bool = True
+    ) -> None:
+        self._has_journal = has_journal
         self._run = run
         self._ratio = ratio
         self._since = since
@@ -96,6 +106,8 @@ class Traces:
     def look(self) -> list[list[Span]]:
         """Return the spans of each group that is over since the last look."""
         self._calls.hear()
+        if not self._has_journal:
+            return [spans for one in self._calls.taken() if (spans := rollout_spans_of(one, self._run))]
         over: list[GroupTrace] = []
         for at, event in self._tail.new():
             if self._tail.gaps != self._gaps:
@@ -149,7 +161,10 @@ def main(run_dir: Path) -> int:
 
     config, layout = load_run(run_dir)
     exporter = SpanExporter(config.telemetry.otlp_url, config.run.name)
-    traces = Traces(layout, config.run.name, config.telemetry.trace_ratio, time.time())
+    has_journal = config.broker.durability is not Durability.MEMORY
+    traces = Traces(
+        layout, config.run.name, config.telemetry.trace_ratio, time.time(), has_journal=has_journal
+    )
 
     def tell(outcome: Told) -> None:
         told.write(line_of(outcome))

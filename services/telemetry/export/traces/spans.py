@@ -5,6 +5,8 @@
       rollout                 with a span `call` for each call to an inference server
       send, queue, train, commit
 
+At durability `memory` nobody tells the way of single groups: then a trace has the rollout and its calls alone.
+
 Ids are hashes of the id of the group, so that the same group has the same trace whoever sends it, and twice is once.
 """
 
@@ -50,7 +52,7 @@ def spans_of(trace: GroupTrace, run: str, rollout: RolloutTrace | None = None) -
         run: Name of the run.
         rollout: Calls of its rollout, if the worker told them.
     """
-    tree = _Tree(trace, rollout)
+    tree = _GroupTree(trace, rollout)
     spans = [*tree.parts()]
     if not spans:
         return []
@@ -59,12 +61,88 @@ def spans_of(trace: GroupTrace, run: str, rollout: RolloutTrace | None = None) -
     return [tree.root(began_at, ended_at, run), *spans]
 
 
+def rollout_spans_of(rollout: RolloutTrace, run: str) -> list[Span]:
+    """Return the spans of the rollout of a group of which nothing else is known, the root first.
+
+    Args:
+        rollout: Its calls; without one nothing is known of its begin, and there are no spans.
+        run: Name of the run.
+    """
+    if not rollout.calls:
+        return []
+    tree = _Tree(rollout.group_id)
+    began_at = min(call.began_at for call in rollout.calls)
+    ended_at = max(rollout.at, *(call.began_at + call.seconds for call in rollout.calls))
+    attributes: dict[str, Value] = {
+        "rolloutmq.run": run,
+        "rolloutmq.group": rollout.group_id,
+        "rolloutmq.environment": rollout.env,
+        "rolloutmq.producer": rollout.worker,
+        "rolloutmq.partial": True,
+    }
+    root = tree.span(ROOT, began_at, ended_at, attributes, parent_id=0)
+    span = tree.span("rollout", began_at, ended_at)
+    return [root, span, *tree.calls(span.span_id, rollout.calls)]
+
+
 class _Tree:
+    """Spans of one group."""
+
+    def __init__(self, group_id: str) -> None:
+        self._group_id = group_id
+        self._trace_id = trace_id_of(group_id)
+        self._names: dict[str, int] = {}
+
+    def calls(self, parent_id: int, calls: Sequence[Call]) -> Iterator[Span]:
+        for call in calls:
+            attributes: dict[str, Value] = {
+                "rolloutmq.engine": call.engine,
+                "url.path": call.path,
+                "gen_ai.usage.input_tokens": call.prompt_tokens,
+                "gen_ai.usage.output_tokens": call.tokens,
+            }
+            if call.status:
+                attributes["http.response.status_code"] = call.status
+            problem = "" if call.status == 200 else f"status {call.status}" if call.status else "no answer"
+            yield self.span(
+                "call",
+                call.began_at,
+                call.began_at + call.seconds,
+                attributes,
+                parent_id=parent_id,
+                problem=problem,
+            )
+
+    def span(
+        self,
+        name: str,
+        began_at: float,
+        ended_at: float,
+        attributes: Mapping[str, Value] | None = None,
+        *,
+        parent_id: int | None = None,
+        problem: str = "",
+    ) -> Span:
+        number = self._names[name] = self._names.get(name, 0) + 1
+        return Span(
+            trace_id=self._trace_id,
+            span_id=span_id_of(self._group_id, name, number),
+            parent_id=span_id_of(self._group_id, ROOT, 1) if parent_id is None else parent_id,
+            name=name,
+            began_at=began_at,
+            ended_at=ended_at,
+            attributes=attributes or {},
+            problem=problem,
+        )
+
+
+class _GroupTree(_Tree):
+    """Spans of a group whose way through the broker is known."""
+
     def __init__(self, trace: GroupTrace, rollout: RolloutTrace | None) -> None:
+        super().__init__(trace.header.group_id)
         self._trace = trace
         self._rollout = rollout
-        self._trace_id = trace_id_of(trace.header.group_id)
-        self._names: dict[str, int] = {}
 
     def root(self, began_at: float, ended_at: float, run: str) -> Span:
         trace, header = self._trace, self._trace.header
@@ -83,60 +161,18 @@ class _Tree:
         if header.task:
             attributes["rolloutmq.task"] = header.task
         problem = "" if trace.outcome in {"", "committed"} else trace.outcome
-        return self._span(ROOT, began_at, ended_at, attributes, parent_id=0, problem=problem)
+        return self.span(ROOT, began_at, ended_at, attributes, parent_id=0, problem=problem)
 
     def parts(self) -> Iterator[Span]:
         header, submitted_at = self._trace.header, self._trace.submitted_at
         if submitted_at is not None and header.started_at:
             ended_at = max(header.started_at, submitted_at)
-            yield self._span("task", submitted_at, ended_at, {"rolloutmq.task": header.task})
+            yield self.span("task", submitted_at, ended_at, {"rolloutmq.task": header.task})
         for part in self._trace.parts:
-            span = self._span(part.hop.value, part.began_at, part.ended_at)
+            span = self.span(part.hop.value, part.began_at, part.ended_at)
             yield span
             if part.hop == "rollout" and self._rollout is not None:
-                yield from self._calls(span.span_id, self._rollout.calls)
-
-    def _calls(self, parent_id: int, calls: Sequence[Call]) -> Iterator[Span]:
-        for call in calls:
-            attributes: dict[str, Value] = {
-                "server.address": call.engine,
-                "url.path": call.path,
-                "gen_ai.usage.output_tokens": call.tokens,
-            }
-            if call.status:
-                attributes["http.response.status_code"] = call.status
-            problem = "" if call.status == 200 else f"status {call.status}" if call.status else "no answer"
-            yield self._span(
-                "call",
-                call.began_at,
-                call.began_at + call.seconds,
-                attributes,
-                parent_id=parent_id,
-                problem=problem,
-            )
-
-    def _span(
-        self,
-        name: str,
-        began_at: float,
-        ended_at: float,
-        attributes: Mapping[str, Value] | None = None,
-        *,
-        parent_id: int | None = None,
-        problem: str = "",
-    ) -> Span:
-        number = self._names[name] = self._names.get(name, 0) + 1
-        group_id = self._trace.header.group_id
-        return Span(
-            trace_id=self._trace_id,
-            span_id=span_id_of(group_id, name, number),
-            parent_id=span_id_of(group_id, ROOT, 1) if parent_id is None else parent_id,
-            name=name,
-            began_at=began_at,
-            ended_at=ended_at,
-            attributes=attributes or {},
-            problem=problem,
-        )
+                yield from self.calls(span.span_id, self._rollout.calls)
 
 
 def trace_id_of(group_id: str) -> int:

@@ -13,7 +13,15 @@ from rolloutmq.services.broker.journal.inspect.group_traces import GroupTrace, P
 from rolloutmq.services.telemetry.export.traces.spans import Span, spans_of
 
 CALLS = (
-    Call(engine="inference", path="/v1/completions", began_at=1000.1, seconds=0.5, status=200, tokens=7),
+    Call(
+        engine="inference",
+        path="/v1/completions",
+        began_at=1000.1,
+        seconds=0.5,
+        status=200,
+        tokens=7,
+        prompt_tokens=3,
+    ),
     Call(engine="inference-1", path="/v1/completions", began_at=1000.7, seconds=0.1, status=503),
     Call(engine="inference-1", path="/v1/completions", began_at=1000.9, seconds=0.2),
 )
@@ -57,7 +65,13 @@ def test_the_tree_of_a_group(trace: GroupTrace) -> None:
     assert {call.parent_id for call in calls} == {named["rollout"].span_id}
     assert [call.problem for call in calls] == ["", "status 503", "no answer"]
     assert calls[0].ended_at == pytest.approx(1000.6)
-    assert calls[0].attributes["http.response.status_code"] == 200
+    assert calls[0].attributes == {
+        "rolloutmq.engine": "inference",
+        "url.path": "/v1/completions",
+        "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 7,
+        "http.response.status_code": 200,
+    }
     assert len({span.span_id for span in spans}) == len(spans)
     assert {span.trace_id for span in spans} == {root.trace_id}
 
