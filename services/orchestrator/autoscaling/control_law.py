@@ -475,11 +475,11 @@ class PressureController:
             part = f"the workers wait {state.rates.idle:.0%} of their time"
             return self._down(state, enough, f"{part}: {enough} suffice", now)
         if not self._starving(state, sample) or sample.crew.ready < state.target - sample.crew.failed:
-            return self._hold(state, "no measurement yet")
+            return self._hold(state, _unmeasured(state.rates))
         if not state.target:
             return self._up(state, sample, 1, "starving, no batch consumed yet", now, at_once=False)
         if per_worker is None:
-            return self._hold(state, "no measurement yet")
+            return self._hold(state, _unmeasured(state.rates))
         lack = max(0.0, 1.0 - sample.pressure) * sample.batch_sequences
         soon_s = max(FIRST_BATCH_S, state.start_s, state.rates.rollout_s)
         more = min(2 * state.target, math.ceil(lack / (soon_s * per_worker)))
@@ -559,6 +559,15 @@ def _bounded(sample: PressureSample, limit: int, bound: str) -> str:
             return f"max_workers: at most {limit}"
         case _:
             return f"{bound}: room for {limit}"
+
+
+def _unmeasured(rates: DemandEstimator) -> str:
+    """Return which rate is unknown, and why if groups were made: they alone measure nothing."""
+    if rates.per_worker is None and rates.per_worker_least:
+        return f"throughput of a worker unknown: workers wait {rates.idle:.0%} of their time"
+    if rates.demand is None and rates.per_worker is not None:
+        return "demand unknown: the trainer was not observed for long enough"
+    return "no measurement yet"
 
 
 def _silence(age_s: float) -> str:

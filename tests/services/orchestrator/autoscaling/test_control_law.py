@@ -1,5 +1,6 @@
 import math
 import random
+import re
 from itertools import pairwise
 from typing import Any
 
@@ -699,3 +700,14 @@ def test_for_the_first_batch_no_more_are_started_than_it_takes(batch: int, most:
         loop.follow()
     assert max(targets) == most
     assert "one is complete within" in loop.last.reason
+
+
+def test_workers_that_made_groups_are_not_called_unmeasured() -> None:
+    def blocked(seconds: int) -> str:
+        for _ in range(seconds):
+            loop.tick(blocked_s=loop.sample.blocked_s + 0.9 * 2 * loop.sample.crew.ready)
+        return loop.last.reason
+
+    loop = Loop(PressureController(4, 4, ScalingConfig()), 4)
+    assert blocked(1) == "hold: no measurement yet"
+    assert re.fullmatch(r"hold: throughput of a worker unknown: workers wait 9\d% of their time", blocked(40))
