@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rolloutmq.schemas.statistics.histogram import Histogram
+from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.dashboard.record.latencies import Latencies
 from rolloutmq.services.dashboard.record.latency_parts import LatencyParts
@@ -248,7 +249,7 @@ class RunRecord:
         for row in rows:
             if row.hop.has_status:
                 continue  # no curve is drawn of calls and requests, and their names would take the place of hops
-            key = f"{row.hop}:{row.env}"
+            key = f"{row.hop}:{'eval:' if row.split is Split.EVAL else ''}{row.env}"
             began, durations = self._windows.get(key, (line.t, Histogram()))
             durations = durations.merged(row.durations)
             if line.t - began >= HOP_WINDOW_S or line.t < began:

@@ -56,15 +56,15 @@ def link_of(output: IO[str] | None) -> str:
     return line.strip()
 
 
-def picture(browser: Browser, name: str, width: int, height: int, scheme: str) -> None:
-    """Save what the window shows with few colours, if pictures are wanted."""
+def picture(browser: Browser, name: str, width: int, height: int, scheme: str, section: str = "") -> None:
+    """Save what the window shows with few colours, if pictures are wanted: from a section on, or from the top."""
     if PICTURES is None:
         return
     from PIL import Image
 
     path = ROOT / PICTURES / name
     browser.look(width, height, scheme)
-    browser.js("scrollTo(0, 0)")
+    browser.show(section) if section else browser.js("scrollTo(0, 0)")
     browser.js("return new Promise((done) => setTimeout(done, 500))")
     browser.picture(path)
     with Image.open(path) as image:
@@ -101,6 +101,8 @@ def test_from_the_first_step_to_the_report(browser: Browser, tmp_path: Path) -> 
             assert "= the sum of all states." in browser.text("#ledger")
             assert browser.js("return document.querySelectorAll('.chart-canvas canvas').length") >= 5
             assert "\n".join(browser.violations()) == ""
+            latencies_by_worker(browser)
+            picture(browser, "dashboard-latency.png", 1440, 900, "light", "latency")
             picture(browser, "dashboard-dark.png", 1440, 900, "dark")
             picture(browser, "dashboard-phone.png", 390, 844, "light")
             browser.look(1440)
@@ -114,6 +116,21 @@ def test_from_the_first_step_to_the_report(browser: Browser, tmp_path: Path) -> 
     browser.until_text(".badge", "report")
     browser.until_text(".progress", f"step {STEPS} of {STEPS}")
     assert browser.complaints() == []
+
+
+def latencies_by_worker(browser: Browser) -> None:
+    """See the rollouts of a worker and the calls to an engine, then the way of a group again."""
+    pick = (
+        "const n = document.getElementById('latency-by'); n.value = arguments[0];"
+        "n.dispatchEvent(new Event('change'))"
+    )
+    browser.show("latency")
+    browser.js(pick, "worker")
+    browser.until_text("#latency .waterfall.named", "sort3-0 rollout")
+    browser.js(pick, "engine")
+    browser.until_text("#latency .waterfall.named", "inference")
+    browser.js(pick, "env")
+    browser.until_text("#latency .waterfall", "Rollout")
 
 
 def scale_to_three(browser: Browser) -> None:

@@ -11,7 +11,7 @@ from tests.services.dashboard.record import lines
 from tests.services.dashboard.record.lines import T, line
 
 from rolloutmq.schemas.wire.control import Pressure, WorkerState
-from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.latency import Hop
@@ -186,6 +186,13 @@ def test_percentiles_of_hops() -> None:
     hop = series(found, "hop", "rollout:sort3")
     assert hop["p99_s"][0] == pytest.approx(0.1, rel=0.02) or hop["p99_s"][0] == pytest.approx(10.0, rel=0.02)
     assert sum(hop["count"]) <= 1000
+
+
+def test_the_curves_of_an_evaluation_are_its_own() -> None:
+    train, evaluation = lines.latencies(Hop.QUEUE, 0.1), lines.latencies(Hop.QUEUE, 9.0, split=Split.EVAL)
+    found = record(*(line(one, second) for second in (0.0, 10.0) for one in (train, evaluation)))
+    assert series(found, "hop", "queue:sort3")["p50_s"] == [pytest.approx(0.1, rel=0.02)]
+    assert series(found, "hop", "queue:eval:sort3")["p50_s"] == [pytest.approx(9.0, rel=0.02)]
 
 
 def test_each_of_many_environments_has_a_curve_of_each_hop_and_calls_take_no_place() -> None:

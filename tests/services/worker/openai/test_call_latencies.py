@@ -81,7 +81,7 @@ async def test_a_traced_call_has_the_name_of_its_engine_and_its_tokens(
 ) -> None:
     engines = Engines(lambda: [InferenceAddress(url=server.url, pid=1, name="inference-1")], random.Random(0))
     tracer, told = RolloutTracer(RunLayout(run_dir), "e-0", "e", 1.0), list[Call]()
-    tracer._tell = lambda _, calls: told.extend(calls)  # type: ignore[method-assign]
+    tracer._tell = lambda group_id, calls: told.extend(calls if group_id == "g" else [])  # type: ignore[method-assign]
     async with OpenAIPolicy.opened(engines) as policy:
         with tracer.rollout("g"):
             await policy.complete("q", n=2)

@@ -76,7 +76,7 @@ export const latency = {
       parts.draw(isWay ? null : by.value);
       const all = time.value === "lately" ? store.list("hops").map(lately) : store.list("hops");
       const rows = all.filter((row) => WAY.includes(row.hop));
-      const lanes = [...new Map(rows.map((row) => [`${row.env}\n${row.split}`, row])).values()];
+      const lanes = [...new Map(rows.map((row) => [`${row.env}\n${row.split}`, row])).values()].sort((left, right) => (left.split === "train" ? 0 : 1) - (right.split === "train" ? 0 : 1));
       renewChoice(choice, lanes);
       show(pick, all.length > 0);
       const [env, split] = (choice.value || "\n").split("\n");
@@ -85,9 +85,10 @@ export const latency = {
       table.draw(shown);
       callTable.draw(all.filter((row) => !WAY.includes(row.hop)));
       chart.setNone(shown.length ? "no curve yet: a point takes some seconds of groups" : "no latency measured yet");
+      const curves = new Map(store.history("hop"));
       chart.draw(WAY.flatMap((hop) => {
-        const found = store.history("hop").filter(([key]) => key === `${hop}:${env}` || (!env && key.startsWith(`${hop}:`)));
-        return found.slice(0, 1).map(([, columns]) => ({ label: TITLES[hop], times: columns.t, values: columns.p50_s ?? [], unit: seconds }));
+        const columns = curves.get(`${hop}:${split === "eval" ? "eval:" : ""}${env}`);
+        return columns ? [{ label: TITLES[hop], times: columns.t, values: columns.p50_s ?? [], unit: seconds }] : [];
       }));
     };
     return draw;
