@@ -3,7 +3,6 @@ a second. It counts all threads, also those that have ended, in user and in kern
 """
 
 import time
-from collections.abc import Iterable
 from typing import Final
 
 _SCHED: Final = 2
@@ -13,8 +12,3 @@ _SCHED: Final = 2
 def spent_s(pid: int) -> float:
     """Return the seconds of CPU of a process of this machine so far; OSError if there is none of that id."""
     return time.clock_gettime(~pid << 3 | _SCHED)
-
-
-def total_s(pids: Iterable[int]) -> float:
-    """Return the seconds of CPU of several processes together."""
-    return sum(map(spent_s, pids))

@@ -7,7 +7,7 @@ consumer pulls and acks them, and the other lanes are idle. A block is one cycle
 and the first lane changes from block to block, so a drift of the machine meets all lanes alike.
 
 Counted is CPU: that of this process in the cycles of the lane, and that of its broker. Other work on the machine takes
-no part of it, though it slows caches for all lanes.
+no part of it, though it slows all lanes by what it takes of the caches.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ PRODUCERS: Final = 2
 SLOTS: Final = 256
 CYCLE_GROUPS: Final = 256
 BATCH_GROUPS: Final = 64
-WARM_UP_BLOCKS: Final = 10
+WARM_UP_BLOCKS: Final = 6
 
 
 class Lane:
@@ -89,7 +89,8 @@ def blocks(configs: Sequence[RunConfig], shape: Shape, count: int) -> list[tuple
             broker = stack.enter_context(stage.broker(RunLayout(root), config))
             stage.bound(RunLayout(root), broker)
             started.append((root, broker.pid))
-        return uvloop.run(_play(started, shape, count))
+        found: list[tuple[float, ...]] = uvloop.run(_play(started, shape, count))
+        return found
 
 
 async def _play(started: Sequence[tuple[Path, int]], shape: Shape, count: int) -> list[tuple[float, ...]]:
