@@ -60,6 +60,7 @@ def test_what_grows_is_unmet(figure: str, changes: dict[str, Any]) -> None:
     assert rows(ended(**changes))[figure].met is False
 
 
+@pytest.mark.extended
 def test_a_short_session_plays_every_phase(tmp_path: Path) -> None:
     session = panel.session(tmp_path, phases=4, phase_s=2.0, settle_s=1.0, rate=20.0)
     assert [phase.is_open for phase in session.phases] == [*panel.TURNS]
