@@ -214,7 +214,8 @@ def session(
         time.sleep(settle_s)
         before, began = trained(layout), time.monotonic()
         played = _phases(layout, telemetry.pid, phases, phase_s)
-        reached = (trained(layout) - before) / (time.monotonic() - began)
+        whole = trained(layout) - before + throughput.batch_groups(SHAPE)  # one batch is under way
+        reached = whole / (time.monotonic() - began)
     if reached < LOAD_PART * rate:
         raise stage.StageError(f"the load was {reached:.0f} groups a second instead of {rate:g}")
     return Session(rate, *played)
