@@ -25,6 +25,7 @@ from benchmarks.broker import (
     throughput,
     wire,
 )
+from benchmarks.end_to_end import panel
 from benchmarks.harness import results
 from benchmarks.harness.row import Row
 from benchmarks.queues import atropos, gateway, skyrl, transferqueue
@@ -58,6 +59,7 @@ PARTS: Final = {
     "lending": Part(lending.rows, lending.missing),
     "user-path": Part(user_path.rows),
     "profiler": Part(profiler.rows),
+    "panel": Part(panel.rows),
     "memory": Part(memory.rows),
     "producers": Part(producers.rows),
     "environments": Part(environments.rows),

@@ -24,6 +24,7 @@ class Row:
         goal: Promised value, or None.
         met: Whether the goal is met, None without one.
         bound: Meaning of the goal: minimum or maximum of the ratio or of ours; `below` excludes the goal itself.
+        spread: Half of the ratio's 95 % interval, None if it is not known.
     """
 
     figure: str
@@ -35,6 +36,7 @@ class Row:
     goal: float | None
     met: bool | None
     bound: Bound = "ratio, at least"
+    spread: float | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -46,8 +48,13 @@ class Row:
         promised = "" if self.met is None else f"  goal ({self.bound}) {self.goal:g}: {verdict}"
         return (
             f"{self.figure}, {self.payload}: {_short(self.ours)} against {_short(self.rival)} "
-            f"({self.rival_name}), ratio {self.ratio:.2f}{promised}"
+            f"({self.rival_name}), ratio {shown_ratio(self.ratio, self.spread)}{promised}"
         )
+
+
+def shown_ratio(ratio: float, spread: float | None) -> str:
+    """Return a ratio as text, with its spread if it is known."""
+    return f"{ratio:.2f}" if spread is None else f"{ratio:.4f} ± {spread:.4f}"
 
 
 def compare(

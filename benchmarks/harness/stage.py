@@ -72,16 +72,17 @@ def broker(layout: RunLayout, about: RunConfig | None = None) -> Iterator["subpr
     """
     if about is not None:
         write_json(layout.config, about)
-    command = [
-        sys.executable,
-        "-m",
-        "rolloutmq.launch.service_process",
-        "broker",
-        "--run-dir",
-        str(layout.root),
-    ]
+    with service(layout, "broker") as one:
+        yield one
+
+
+@contextlib.contextmanager
+def service(layout: RunLayout, name: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run a service of a run in its own process, like the launcher, and kill it at the end."""
+    module = "rolloutmq.launch.service_process"
+    command = [sys.executable, "-m", module, name, "--run-dir", str(layout.root)]
     with (
-        (layout.root / "broker.out").open("ab") as log,
+        (layout.root / f"{name}.out").open("ab") as log,
         ended(subprocess.Popen(command, stdout=log, stderr=log)) as one,
     ):
         yield one
@@ -114,6 +115,11 @@ class Player:
         self._process = process
         self._errors = errors
         self._heard = b""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
 
     def line(self, within_s: float = DEADLINE_S) -> str:
         """Block until the process has printed a line; StageError if it prints none."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.harness.results import RESULTS
+from benchmarks.harness.row import shown_ratio
 
 ROOT: Final = Path(__file__).parents[2]
 README: Final = ROOT / "README.md"
@@ -44,7 +45,8 @@ def _line(row: Mapping[str, Any]) -> str:
     goal = _BOUNDS[row["bound"]].format(f"{row['goal']:g}")
     rival = f"{row['rival']:,g} ({row['rival_name']})"
     met = "met" if row["met"] else "**unmet**"
-    cells = (row["figure"], row["payload"], f"{row['ours']:,g}", rival, f"{row['ratio']:.2f}", goal, met)
+    ratio = shown_ratio(row["ratio"], row.get("spread"))
+    cells = (row["figure"], row["payload"], f"{row['ours']:,g}", rival, ratio, goal, met)
     return f"| {' | '.join(cells)} |\n"
 
 

@@ -18,6 +18,11 @@ def test_a_row_with_a_goal_is_a_line_and_others_are_none() -> None:
     ]
 
 
+def test_a_known_spread_stands_beside_the_ratio() -> None:
+    (line,) = table([ROW | {"ratio": 1.0042, "spread": 0.0031}]).splitlines()[2:]
+    assert "| 1.0042 ± 0.0031 | ≥ 0.7 |" in line
+
+
 def test_it_takes_the_place_of_the_last_one() -> None:
     text = put_in(f"a\n{BEGIN}{END}b\n", "one\n")
     assert put_in(text, "two\n") == f"a\n{BEGIN}\ntwo\n\n{END}b\n"
