@@ -77,7 +77,7 @@ def test_a_short_session_plays_every_phase(tmp_path: Path) -> None:
 
 def test_a_load_below_the_rate_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel, "trained", lambda _layout: 7)  # nothing more is trained
-    with pytest.raises(StageError, match="the load was .* groups a second instead of 2000"):
+    with pytest.raises(StageError, match=r"the load was .* groups a second instead of 2000"):
         panel.session(tmp_path, phases=1, phase_s=0.1, settle_s=0.1, rate=2000.0)
 
 
