@@ -149,7 +149,16 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """`endpoints.json`: addresses of the broker's sockets, and the broker's pid and epoch."""
+    """`endpoints.json`: addresses of the broker's sockets, and the broker's pid and epoch.
+
+    Attributes:
+        ingest, serve, events, publish: Addresses of the sockets.
+        pid: The broker's process; 0 if it is unknown.
+        epoch: The broker's epoch.
+        listen: Bound addresses of `broker.listen`: serve, ingest, events, publish.
+        insecure: `listen` asks for no key.
+        key: Path of the key file that clients of these addresses need; empty for none.
+    """
 
     ingest: str
     serve: str
@@ -157,6 +166,9 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     publish: str
     pid: int
     epoch: int
+    listen: tuple[str, ...] = ()
+    insecure: bool = False
+    key: str = ""
 
 
 class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):

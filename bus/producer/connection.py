@@ -140,9 +140,9 @@ class ProducerConnection:
         client, place = await reach(self._where, self._context, self._search)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
-            push = Channel(producer_push(self._context, place.ingest))
+            push = Channel(producer_push(self._context, place.ingest, client.keys))
             stack.callback(push.close)
-            acks = Subscriber(place.events, [topics.ack(producer)], self._context)
+            acks = Subscriber(place.events, [topics.ack(producer)], self._context, client.keys)
             await stack.enter_async_context(acks)
             self.max_group_bytes = place.max_group_bytes
             self.info = place.info

@@ -14,6 +14,7 @@ import zmq
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.transport import sockets
+from rolloutmq.bus.transport.keys.bundle import CurveKeys
 from rolloutmq.bus.transport.sockets import Channel, Context, Scope
 from rolloutmq.schemas.errors import ClosedError
 from rolloutmq.schemas.wire.envelope import Message
@@ -41,15 +42,22 @@ class Subscriber:
     The address is that of the broker's `events`. A cancelled wait loses no event.
     """
 
-    def __init__(self, address: str, topics: Iterable[bytes], context: Context | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        topics: Iterable[bytes],
+        context: Context | None = None,
+        keys: CurveKeys | None = None,
+    ) -> None:
         self.address = address
         self.topics = tuple(topics)
         self._lent = context
+        self._keys = keys
         self._open: tuple[Scope, Channel] | None = None
 
     async def __aenter__(self) -> Self:
         scope = Scope(self._lent)
-        self._open = scope, Channel(scope.connect(sockets.subscriber, self.address, self.topics))
+        self._open = scope, Channel(scope.connect(sockets.subscriber, self.address, self.topics, self._keys))
         return self
 
     async def __aexit__(
@@ -93,10 +101,16 @@ class Subscriber:
 class BlockingSubscriber:
     """Subscriber for a thread without an event loop."""
 
-    def __init__(self, address: str, topics: Iterable[bytes], context: Context | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        topics: Iterable[bytes],
+        context: Context | None = None,
+        keys: CurveKeys | None = None,
+    ) -> None:
         self.topics = tuple(topics)
         self._scope = Scope(context)
-        self._socket = self._scope.connect(sockets.subscriber, address, self.topics)
+        self._socket = self._scope.connect(sockets.subscriber, address, self.topics, keys)
 
     def __enter__(self) -> Self:
         return self
@@ -132,9 +146,9 @@ class Publisher:
     The address is that of the broker's `publish`. For one thread at a time.
     """
 
-    def __init__(self, address: str, context: Context | None = None) -> None:
+    def __init__(self, address: str, context: Context | None = None, keys: CurveKeys | None = None) -> None:
         self._scope = Scope(context)
-        self._socket = self._scope.connect(sockets.publisher, address)
+        self._socket = self._scope.connect(sockets.publisher, address, keys)
 
     def __enter__(self) -> Self:
         return self

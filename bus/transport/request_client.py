@@ -18,6 +18,7 @@ from typing import Any, Final, Self
 import zmq
 
 from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.transport.keys.bundle import CurveKeys
 from rolloutmq.bus.transport.sockets import Channel, Context, Scope, client_dealer
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
@@ -48,8 +49,10 @@ class BrokerClient:
     Use it as `async with BrokerClient(address) as client`. Without a context the client creates its own.
     """
 
-    def __init__(self, address: str, context: Context | None = None) -> None:
+    def __init__(self, address: str, context: Context | None = None, keys: CurveKeys | None = None) -> None:
         self.address = address
+        self.keys = keys
+        """Keys of the socket, and of further sockets to the same broker."""
         self._lent = context
         self._numbers = count(1)
         self._waiting: dict[bytes, asyncio.Future[list[zmq.Frame]]] = {}
@@ -57,7 +60,7 @@ class BrokerClient:
 
     async def __aenter__(self) -> Self:
         scope = Scope(self._lent)
-        channel = Channel(scope.connect(client_dealer, self.address))
+        channel = Channel(scope.connect(client_dealer, self.address, self.keys))
         reader = asyncio.create_task(self._read(channel), name=f"replies of {self.address}")
         self._open = scope, channel, reader
         return self
@@ -152,11 +155,11 @@ class BrokerClient:
 class BlockingClient:
     """Request client for a thread without an event loop, one request at a time: for the command line and views."""
 
-    def __init__(self, address: str, context: Context | None = None) -> None:
+    def __init__(self, address: str, context: Context | None = None, keys: CurveKeys | None = None) -> None:
         self.address = address
         self._numbers = count(1)
         self._scope = Scope(context)
-        self._socket = self._scope.connect(client_dealer, address)
+        self._socket = self._scope.connect(client_dealer, address, keys)
 
     def __enter__(self) -> Self:
         return self

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -45,6 +45,7 @@ from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.io.admission import Admission
 from rolloutmq.services.broker.io.deferred_replies import DeferredReplies
 from rolloutmq.services.broker.io.fd_guard import FdGuard
+from rolloutmq.services.broker.io.gatekeeper import Gatekeeper
 from rolloutmq.services.broker.io.memory_guard import MemoryGuard
 from rolloutmq.services.broker.io.receive import discard, receive, receive_small, route_of
 from rolloutmq.services.broker.io.stale_log import StaleLog
@@ -113,12 +114,13 @@ IDLE_S: Final = 60.0
 
 @dataclass(frozen=True)
 class BrokerSockets:
-    """The four sockets, bound."""
+    """The four sockets, and the addresses they are bound to."""
 
     ingest: Socket
     serve: Socket
     events: Socket
     publish: Socket
+    addresses: list[str] = field(default_factory=list)
 
     @property
     def all(self) -> tuple[Socket, Socket, Socket, Socket]:
@@ -155,6 +157,7 @@ class DataPlane:
         wake: Waker,
         journal: Journal | None = None,
         memory_guard: MemoryGuard | None = None,
+        gatekeeper: Gatekeeper | None = None,
     ) -> None:
         self.core = core
         self._journal = journal
@@ -169,8 +172,9 @@ class DataPlane:
         """How often reading `ingest` paused, by reason."""
         self._sockets = sockets
         self._stale_log = StaleLog()
-        self._fd_guard = FdGuard(sockets.all)
+        self._fd_guard = FdGuard(sockets.addresses)
         self._memory_guard = memory_guard
+        self._gatekeeper = gatekeeper
         self._logs = logs
         self._max_group_bytes = max_group_bytes
         self._admission = Admission(journal, max_group_bytes)
@@ -180,6 +184,8 @@ class DataPlane:
         self._poller.register(self._wake, zmq.POLLIN)
         for socket in (sockets.serve, sockets.events, sockets.publish):
             self._poller.register(socket, zmq.POLLIN)
+        if gatekeeper is not None:
+            self._poller.register(gatekeeper.socket, zmq.POLLIN)
         self._reading = False
 
     def stop(self) -> None:
@@ -221,6 +227,8 @@ class DataPlane:
         due = min(
             due, self._fd_guard.due, self._memory_guard.due if self._memory_guard is not None else math.inf
         )
+        if self._gatekeeper is not None:
+            due = min(due, self._gatekeeper.keys.due)
         left_s = min(max(due - time.monotonic(), 0.0), IDLE_S)
         return {socket for socket, _ in self._poller.poll(math.ceil(left_s * 1e3))}
 
@@ -237,6 +245,7 @@ class DataPlane:
     def _round(self, readable: set[object]) -> None:
         sockets = self._sockets
         self._wake.clear()
+        self._open_door()
         if sockets.serve in readable:
             self._burst(self._serve_one)
         if sockets.events in readable:
@@ -245,6 +254,12 @@ class DataPlane:
             self._burst(self._publish_one)
         if sockets.ingest in readable or self._admission:
             self._ingest(BURST_MESSAGES, BURST_BYTES)
+
+    def _open_door(self) -> None:
+        """Answer who may enter: clients wait for it with their first message."""
+        if self._gatekeeper is not None:
+            self._gatekeeper.keys.look(time.monotonic())
+            self._gatekeeper.answer(lambda reason: self._reject(f"listen: {reason}"))
 
     def _tick(self, due: float) -> None:
         # Messages of this round may have moved the deadline, forward or back: the earlier one counts.

@@ -13,10 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import zmq
-
-from rolloutmq.bus.transport.sockets import Socket
-
 logger = logging.getLogger(__name__)
 
 RESERVE: Final = 512
@@ -39,14 +35,14 @@ class FdGuard:
     """Hides the addresses and restores them; for one thread.
 
     Args:
-        sockets: Bound sockets; only ipc ones are guarded.
+        addresses: Bound addresses; only ipc ones are guarded.
     """
 
-    def __init__(self, sockets: Sequence[Socket]) -> None:
+    def __init__(self, addresses: Sequence[str]) -> None:
         self.due = 0.0
         """When to check again, in monotonic seconds; infinite without ipc sockets or a limit."""
-        addresses = [address for socket in sockets if (address := address_of(socket)).startswith("ipc://")]
-        self._files = [Path(address.removeprefix("ipc://")) for address in addresses]
+        ipc = [address for address in addresses if address.startswith("ipc://")]
+        self._files = [Path(address.removeprefix("ipc://")) for address in ipc]
         self._hidden = False
         self._pulsing = False
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -96,13 +92,6 @@ class FdGuard:
             aside = file.with_name(file.name + _ASIDE)
             with suppress(FileNotFoundError):
                 (file if hidden else aside).rename(aside if hidden else file)
-
-
-def address_of(socket: Socket) -> str:
-    """Return the last address a socket was bound to."""
-    found = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(found, bytes)
-    return found.rstrip(b"\0").decode()
 
 
 def _used() -> int:

@@ -29,10 +29,8 @@ from enum import Enum, auto
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.bus.transport.sockets import Socket
 from rolloutmq.services.broker.batches.rewind import FORGET_PARTS
 from rolloutmq.services.broker.core import BrokerCore
-from rolloutmq.services.broker.io.fd_guard import address_of
 from rolloutmq.services.broker.journal.journal import Journal
 from rolloutmq.services.broker.journal.stored_group import BodyMemory
 
@@ -168,13 +166,13 @@ class MemoryGuard:
     """Watches the memory of this process, which must be the broker's own, and cuts connections if it must.
 
     Args:
-        sockets: Bound sockets.
+        addresses: Bound addresses.
         allowance_bytes: Accepted unexplained memory.
         accounted: Returns the explained bytes.
     """
 
-    def __init__(self, sockets: Sequence[Socket], allowance_bytes: int, accounted: Callable[[], int]) -> None:
-        self._addresses = [address_of(bound) for bound in sockets]
+    def __init__(self, addresses: Sequence[str], allowance_bytes: int, accounted: Callable[[], int]) -> None:
+        self._addresses = addresses
         self._unexplained = UnexplainedMemory(allowance_bytes)
         self._accounted = accounted
         self._logged_at = float("-inf")
