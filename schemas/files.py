@@ -28,6 +28,7 @@ evaluations.jsonl    points of the evaluation, and postponed ones       whoever 
 evaluation.json      tasks of the point under way; evaluation.lock       the same
 settled.jsonl        settled batches, as the broker knows them           broker
 dropped.jsonl        groups that left the queue untrained               broker
+owners.jsonl         names of producers and consumers, and their keys   broker, if it listens with keys
 saved.rmq            final state with its groups, at durability `memory`    broker
 journal/             groups-00000001.rmq ..., events-00000001.rmq ..., quarantine/  broker
 dead/                one file for each dead letter                      broker
@@ -93,6 +94,7 @@ class RunLayout:
         self.evaluation_lock = root / "evaluation.lock"
         self.settled = root / "settled.jsonl"
         self.dropped = root / "dropped.jsonl"
+        self.owners = root / "owners.jsonl"
         self.saved = root / "saved.rmq"
         self.journal = root / "journal"
         self.dead = root / "dead"
@@ -332,6 +334,15 @@ class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`expired`, `dead` or `discarded`."""
     reason: str
+
+
+class NameOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """`owners.jsonl`: a name that belongs to a key from this line on."""
+
+    name: str
+    """`producer:NAME` or `consumer:NAME`."""
+    key: str
+    """Name of the key; empty for none."""
 
 
 class RunHolder(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ Such a broker still answers liveness probes, so clients wait for a late answer a
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +26,10 @@ from rolloutmq.bus.transport.endpoint import (
     read_endpoints,
 )
 from rolloutmq.bus.transport.keys.bundle import CurveKeys, keys_of
+from rolloutmq.bus.transport.keys.handshakes import FIRST_S, LONGEST_S
 from rolloutmq.bus.transport.request_client import BrokerClient, Frames
 from rolloutmq.bus.transport.sockets import Context
-from rolloutmq.schemas.errors import BrokerUnavailableError
+from rolloutmq.schemas.errors import BrokerUnavailableError, KeyRefusedError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.printable import printable, shell_word
@@ -121,6 +123,7 @@ async def reach(
     """
     search = search or Search(where)
     search.begin()
+    pause_s = FIRST_S
     while True:
         address, keys = await serve_address(where, search)
         client = BrokerClient(address, context, keys)
@@ -129,6 +132,12 @@ async def reach(
         await client.__aenter__()
         try:
             reply = info_of(client.address, await client.request(GetInfo(), ATTEMPT_S))
+        except KeyRefusedError as error:
+            await client.close()
+            search.lacks("refused", error.problem)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_S)
+            continue
         except BrokerUnavailableError:
             await client.close()
         except BaseException:

@@ -9,14 +9,17 @@ Sockets are not thread-safe: a socket belongs to the thread, or to the event loo
 
 import asyncio
 import errno
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import zmq
 
 from rolloutmq.bus.transport.keys.bundle import CurveKeys
+from rolloutmq.bus.transport.keys.handshakes import Handshakes
 from rolloutmq.schemas.errors import AddressInUseError, ClosedError, ConfigError
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
@@ -328,12 +331,23 @@ class Channel:
     methods raise ClosedError once the channel is closed.
     """
 
-    def __init__(self, socket: Socket) -> None:
+    def __init__(self, socket: Socket, handshakes: Handshakes | None = None) -> None:
         self._socket = socket
+        self._handshakes = handshakes
+        self._retry: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._look)
+        self._news = handshakes.fd if handshakes is not None else -1
+        if handshakes is not None:
+            self._loop.add_reader(self._news, self._shake)
+            self._shake()
+
+    @property
+    def problem(self) -> str:
+        """What the last handshake failed for; empty if it did not."""
+        return self._handshakes.problem if self._handshakes is not None else ""
 
     def try_send(self, frames: Sequence[Any], *, copy: bool = True) -> bool:
         """Send one message if the socket accepts it now; return whether it did."""
@@ -398,10 +412,28 @@ class Channel:
         if self._socket.closed:
             return
         self._loop.remove_reader(self._fd)
+        if self._handshakes is not None:
+            self._loop.remove_reader(self._news)
+            self._handshakes.close()
+        if self._retry is not None:
+            self._retry.cancel()
         for _, future in self._waiting:
             if not future.done():
                 future.set_exception(ClosedError())
         self._socket.close()
+
+    def _shake(self) -> None:
+        """Take the news of the handshakes; connect anew where that is due."""
+        assert self._handshakes is not None
+        now = time.monotonic()
+        self._handshakes.look(now)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._handshakes.due < math.inf:
+            self._retry = self._loop.call_later(self._handshakes.due - now, self._shake)
+        if self._waiting:
+            self._look()
 
     def _check_open(self) -> None:
         if self._socket.closed:

@@ -237,3 +237,5 @@ class ErrorCode(StrEnum):
     CONFLICT = "conflict"
     """The request contradicts an earlier one, for example with another world size for the same step."""
     INVALID = "invalid"
+    FORBIDDEN = "forbidden"
+    """The key of the client may not do this, or the name belongs to another key."""

@@ -16,12 +16,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
+import zmq
 from msgspec.structs import replace
 
 from rolloutmq.bus.encoding import topics
@@ -47,9 +48,11 @@ from rolloutmq.services.broker.io.data_plane import (
     DataPlane,
     Waker,
 )
+from rolloutmq.services.broker.io.door import Door
 from rolloutmq.services.broker.io.gatekeeper import Gatekeeper, KnownKeys
 from rolloutmq.services.broker.io.line_log import LineLog
 from rolloutmq.services.broker.io.memory_guard import MemoryAccounts, MemoryGuard
+from rolloutmq.services.broker.io.owner_log import OwnerLog
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 from rolloutmq.services.broker.journal.format.events import Began
 from rolloutmq.services.broker.journal.journal import Journal
@@ -158,7 +161,7 @@ def _started(
     context = sockets.make_context(2 if config.broker.listen else 1)
     stack.callback(context.term)
     listener = _listener(config, context, stack)
-    bound = _make_sockets(context, config.broker)
+    bound = _make_sockets(context, config.broker, remote=listener is not None)
     stack.callback(bound.close)
     endpoints = _bind(bound, addresses, epoch)
     wake = Waker()
@@ -187,14 +190,14 @@ def _started(
     accounts = MemoryAccounts(core, ram, journal)
     memory_guard = MemoryGuard(bound.addresses, config.broker.overhead_bytes, accounts) if alone else None
     logs = BrokerLogs(dropped, settled)
-    gatekeeper = None
+    door = None
     if listener is not None:
         # Not before: while the state is restored nobody could answer who may enter.
         endpoints = listener.bind(bound, endpoints, previous)
         core.bound(endpoints)
-        gatekeeper = listener.gatekeeper
+        door = listener.door(layout, endpoints.listen)
     plane = DataPlane(
-        core, bound, logs, dead, config.broker.max_group_bytes, wake, journal, memory_guard, gatekeeper
+        core, bound, logs, dead, config.broker.max_group_bytes, wake, journal, memory_guard, door
     )
     broker = Broker(core, plane, endpoints, on_end)
     stack.callback(layout.endpoints.unlink, missing_ok=True)
@@ -248,14 +251,17 @@ async def _serve_replay(recorded: Path, run_dir: Path, stop: Stop) -> None:
             await stop.wait()
 
 
-def _make_sockets(context: sockets.Context, config: BrokerConfig) -> BrokerSockets:
+def _make_sockets(context: sockets.Context, config: BrokerConfig, *, remote: bool) -> BrokerSockets:
     largest = max(config.max_group_bytes, ENVELOPE_LIMIT_BYTES)
     bound = BrokerSockets(
         ingest=sockets.ingest_pull(context, largest),
         serve=sockets.serve_router(context, REQUEST_LIMIT_BYTES),
         events=sockets.events_xpub(context),
         publish=sockets.publish_xsub(context, EVENT_LIMIT_BYTES),
+        remote_ingest=sockets.ingest_pull(context, largest) if remote else None,
     )
+    if remote:
+        bound.events.setsockopt(zmq.XPUB_MANUAL, 1)  # the door decides which topics a peer hears
     for prefix in topics.FORWARDED:
         bound.publish.send(b"\x01" + prefix)
     return bound
@@ -282,11 +288,18 @@ class _Listener:
         """Bind the sockets for clients of other hosts, too; return the addresses with theirs."""
         before = previous.listen if previous is not None else ()
         listen = tuple(
-            sockets.bind_remote(getattr(bound, name), wanted, self.secret)
+            sockets.bind_remote(bound.remote(name), wanted, self.secret)
             for name, wanted in listen_addresses(self.config.listen, before)
         )
         bound.addresses.extend(listen)
         return replace(endpoints, listen=listen, insecure=not self.secret)
+
+    def door(self, layout: RunLayout, addresses: Sequence[str]) -> Door:
+        """Return the rules for what comes by these addresses."""
+        if self.gatekeeper is None:
+            return Door(None, None, addresses)
+        log = OwnerLog(layout.owners, self.gatekeeper.keys.roles)
+        return Door(self.gatekeeper, log, addresses)
 
 
 def _listener(config: RunConfig, context: sockets.Context, stack: contextlib.ExitStack) -> _Listener | None:

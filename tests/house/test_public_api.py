@@ -53,6 +53,7 @@ PUBLIC = {
     "InvalidTaskError": "error",
     "JournalFailedError": "error",
     "JournalWaitsError": "error",
+    "KeyRefusedError": "error",
     "LeaseLostError": "error",
     "LimitExceededError": "error",
     "MalformedError": "error",

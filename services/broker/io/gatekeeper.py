@@ -9,7 +9,7 @@ file neither opens the door nor locks out the fleet.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Container, Iterable
 from typing import Final
 
 import zmq
@@ -27,6 +27,9 @@ LOOK_S: Final = 0.25
 """Time between two looks at the list of keys: a revocation counts after it."""
 BURST: Final = 64
 """Most questions answered in a round: libzmq's thread makes fewer than that in 0.3 s."""
+
+HOSTS_LIMIT: Final = 1024
+"""Most remembered hosts of one key."""
 
 _VERSION: Final = b"1.0"
 _FRAMES: Final = 8
@@ -55,24 +58,24 @@ class KnownKeys:
         self._seen = self._mark()
         self._take()
 
-    def look(self, now: float) -> bool:
-        """Read the list again if that is due and its file has changed; return whether a name may not enter any more."""
+    def look(self, now: float) -> frozenset[str]:
+        """Read the list again if that is due and its file has changed; return names that may not enter any more."""
         if now < self.due:
-            return False
+            return frozenset()
         self.due = now + LOOK_S
         mark = self._mark()
         if mark == self._seen:
-            return False
+            return frozenset()
         before = self.roles
         try:
             self._take()
         except RolloutMQError as error:
             if self._throttle.is_due(str(error), now):
                 logger.error("keys not read, those of before stay error=%s", error)
-            return False
+            return frozenset()
         self._seen = mark
         logger.info("keys read keys=%d revoked=%d", len(self.roles), len(self._revoked))
-        return any(self.roles.get(name) is not role for name, role in before.items())
+        return frozenset(name for name, role in before.items() if self.roles.get(name) is not role)
 
     def verdict(self, key: bytes) -> tuple[bytes, bytes, bytes]:
         """Return status, reason and name for a public key of 32 bytes."""
@@ -115,28 +118,43 @@ class Gatekeeper:
     def __init__(self, socket: Socket, keys: KnownKeys) -> None:
         self.socket = socket
         self.keys = keys
-        self.refused: dict[str, int] = {}
-        """Refused connections by reason."""
+        self._peers: dict[str, set[str]] = {}
+        """Hosts from which each key has entered, at most `HOSTS_LIMIT`."""
 
-    def answer(self, on_refused: Callable[[str], None] = lambda _: None) -> None:
-        """Answer the questions that have arrived; never waits, and never raises for what is in one."""
+    def peers_of(self, names: Iterable[str]) -> Container[str] | None:
+        """Return the hosts from which keys have entered, and forget them; None if there were too many to know."""
+        hosts = [self._peers.pop(name, set()) for name in names]
+        return None if any(len(one) >= HOSTS_LIMIT for one in hosts) else set().union(*hosts)
+
+    def answer(self) -> list[str]:
+        """Answer the questions that have arrived, and return the reasons of refusals.
+
+        Never waits, and never raises for what is in a question.
+        """
+        refused: list[str] = []
         for _ in range(BURST):
             try:
                 question = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             try:
                 status, reason, name = self._verdict(question)
             except Exception:
                 logger.exception("question who may enter not answered")
                 status, reason, name = b"400", b"error in the broker", b""
             if status != b"200":
-                on_refused(reason.decode())
+                refused.append(reason.decode())
             if len(question) > 3:  # without a request id there is nothing to answer
                 answer = [question[0], b"", _VERSION, question[3], status, reason, name, b""]
                 self.socket.send_multipart(answer, zmq.NOBLOCK)
+        return refused
 
     def _verdict(self, question: list[bytes]) -> tuple[bytes, bytes, bytes]:
         if len(question) <= _FRAMES or question[2] != _VERSION or question[7] != b"CURVE":
             return b"400", b"no key", b""
-        return self.keys.verdict(question[8])
+        status, reason, name = self.keys.verdict(question[8])
+        if name:
+            hosts = self._peers.setdefault(name.decode(), set())
+            if len(hosts) < HOSTS_LIMIT:
+                hosts.add(question[5].decode().partition("%")[0])
+        return status, reason, name

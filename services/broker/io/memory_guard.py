@@ -23,7 +23,7 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -228,13 +228,20 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def cut(addresses: Sequence[str]) -> int:
-    """Shut down every connection of this process made to one of the addresses; return how many."""
+def cut(addresses: Sequence[str], peers: Container[str] | None = None) -> int:
+    """Shut down every connection of this process made to one of the addresses; return how many.
+
+    Args:
+        addresses: Bound addresses.
+        peers: Cut only connections that came from these hosts, by TCP; None for all.
+    """
     names = {name for address in addresses if (name := _name(address)) is not None}
     count = 0
     for connection in _connections():
         with connection, suppress(OSError):
-            if _own_name(connection) in names and not _listens(connection):
+            if _own_name(connection) not in names or _listens(connection):
+                continue
+            if peers is None or _host_of(connection) in peers:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
@@ -264,6 +271,12 @@ def _own_name(connection: socket.socket) -> str | int | None:
     if isinstance(name, str):
         return name
     return int(name[1]) if isinstance(name, tuple) and len(name) > 1 else None
+
+
+def _host_of(connection: socket.socket) -> str:
+    """Return the address of the host at the other end of a TCP connection."""
+    name = connection.getpeername()
+    return str(name[0]).partition("%")[0] if isinstance(name, tuple) else ""
 
 
 def _listens(connection: socket.socket) -> bool:

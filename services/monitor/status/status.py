@@ -239,6 +239,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     held = pressure.queued_bytes + pressure.leased_bytes
     rows = [
         ("run", f"{reply.run}, {_up(reply, also.ran_s)}, durability {reply.durability}"),
+        *([("insecure", format.insecure(pressure.insecure))] if pressure.insecure else []),
         ("step", f"{pressure.step}{total}"),
         *(("figures", text) for text in _figures(also.lately)),
         (

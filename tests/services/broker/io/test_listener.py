@@ -1,25 +1,52 @@
 """Clients of other hosts: by the broker's listener, with keys, beside those of this host."""
 
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 
 from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.encoding import topics
+from rolloutmq.bus.encoding.codec import encode_envelope, encode_group
 from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.transport import sockets
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.keys.bundle import keys_of, load_keys, save_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.pubsub import BlockingSubscriber
 from rolloutmq.bus.transport.remote import Remote, remote
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import BrokerUnavailableError, MissingError
+from rolloutmq.schemas.errors import BrokerUnavailableError, KeyRefusedError, MissingError, RefusedError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.network.keys import Role
-from rolloutmq.schemas.wire.control import GetStatus, StatusReply
-from rolloutmq.schemas.wire.requests import GetInfo
+from rolloutmq.schemas.wire.control import Drain, GetStatus, Reset, SetValues, Shutdown, StatusReply
+from rolloutmq.schemas.wire.envelope import (
+    PROTOCOL_VERSION,
+    ArenaRef,
+    Envelope,
+    ErrorCode,
+    GroupHeader,
+    PolicyVersion,
+    RewardSummary,
+    Split,
+)
+from rolloutmq.schemas.wire.replies import Registered, Reply
+from rolloutmq.schemas.wire.requests import (
+    DeclareTables,
+    GetInfo,
+    Goodbye,
+    RegisterConsumer,
+    RegisterProducer,
+    Request,
+    Settle,
+    Sync,
+)
 from rolloutmq.services.broker.server import Broker, running_broker
 
 LIMIT_S = 20.0
@@ -27,6 +54,13 @@ LIMIT_S = 20.0
 
 def group(name: str) -> Group:
     return Group.build(name, tokens=[[1, 2], [1, 3]], mask=[[0, 1], [0, 1]], scores=[0.0, 1.0])
+
+
+def wait_for(happened: Callable[[], bool]) -> None:
+    """Wait until something has happened."""
+    until = time.monotonic() + LIMIT_S
+    while not happened():
+        assert time.monotonic() < until
 
 
 class Net:
@@ -145,3 +179,175 @@ def test_ports_are_kept_over_a_kill(net: Net) -> None:
     net.layout.endpoints.write_bytes(written)  # a killed one would not have removed it
     with net.broker() as broker:
         assert broker.endpoints.listen == before.listen
+
+
+def request(net: Net, serve: str, key: str, message: Request) -> Reply:
+    """Send one request with a key."""
+    with BlockingClient(serve, keys=load_keys(net.root / f"{key}.key")) as client:
+        return client.request(message, LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    ("role", "message", "told"),
+    [
+        (Role.WORKER, Shutdown(), "key k (role worker) may not end the broker; use a key of role admin"),
+        (Role.WORKER, Drain(worker="w"), "may not drain workers"),
+        (Role.WORKER, GetStatus(), "may not read the status; use a key of role admin or monitor"),
+        (Role.TRAINER, Reset(), "may not reset the run"),
+        (Role.TRAINER, RegisterProducer(producer="p", env="e"), "may not register a producer"),
+        (Role.MONITOR, SetValues(values={"broker.lease_s": 1}), "may not change settings"),
+        (Role.ENGINE, RegisterConsumer(consumer="c"), "may not register a consumer"),
+    ],
+)
+def test_a_role_may_not_do_more(net: Net, role: Role, message: Request, told: str) -> None:
+    net.key("k", role)
+    net.key("boss", Role.ADMIN)
+    with net.broker() as broker:
+        serve = broker.endpoints.listen[0]
+        with pytest.raises(RefusedError) as caught:
+            request(net, serve, "k", message)
+        assert caught.value.code is ErrorCode.FORBIDDEN
+        assert told in str(caught.value)
+        status = request(net, serve, "boss", GetStatus())
+        assert isinstance(status, StatusReply)
+        assert status.rejected_by_reason == {"serve: forbidden": 1}
+
+
+def test_a_session_of_another_key_takes_nothing(net: Net) -> None:
+    """Its number is guessed right: requests and groups with another key change nothing."""
+    mine, thief, trainer = (
+        net.key(name, role) for name, role in (("w", Role.WORKER), ("x", Role.WORKER), ("t", Role.TRAINER))
+    )
+    with net.broker() as broker:
+        serve = broker.endpoints.listen[0]
+        with Producer.blocking(remote(serve, mine), env="e", producer="p", group_size=2) as producer:
+            producer.send(group("g-0"))
+            assert producer.flush(LIMIT_S)
+            session = producer._object._session.number
+            for message in (
+                Goodbye(producer="p", session=session),
+                Sync(producer="p", session=session),
+                RegisterProducer(producer="p", env="e"),
+                DeclareTables(producer="p", session=session, tables=()),
+            ):
+                with pytest.raises(RefusedError, match="producer: belongs to another key") as caught:
+                    request(net, serve, "x", message)
+                assert caught.value.code is ErrorCode.FORBIDDEN
+            with pytest.raises(RefusedError, match="belongs to another key"):
+                Producer.blocking(remote(serve, thief), env="e", producer="p", group_size=2).__enter__()
+            _forged(broker, thief, session)
+            producer.send(group("g-1"))
+            assert producer.flush(LIMIT_S)
+        with Consumer.blocking(remote(serve, trainer), sequences=4) as consumer:
+            batch = consumer.pull(1, consumer.version, LIMIT_S)
+            assert batch is not None
+            assert [one.group_id for one in batch.groups] == ["g-0", "g-1"]
+            net.key("t2", Role.TRAINER)
+            settled = Settle(
+                consumer="trainer-0", lease=1, generation=1, version=consumer.version, trained=("g-0", "g-1")
+            )
+            with pytest.raises(RefusedError, match="consumer: belongs to another key"):
+                request(net, serve, "t2", settled)
+            batch.ack()
+
+
+def _forged(broker: Broker, key: Path, session: int) -> None:
+    """Send a group under the name and session of another key; wait until it is refused."""
+    with zmq.Context() as context:
+        push = sockets.producer_push(context, broker.endpoints.listen[1], load_keys(key))
+        encoded = encode_group(group("forged"), 1 << 20)
+        header = GroupHeader(
+            seq=2, position=1 << 20, group_id="forged", table=encoded.table.id, frames=1, nbytes=4, crc=1,
+            sequences=2, tokens=4, oldest=PolicyVersion(), newest=PolicyVersion(), started_at=0.0, finished_at=0.0,
+            rewards=RewardSummary(),
+        )  # fmt: skip
+        envelope = Envelope(PROTOCOL_VERSION, "p", session, "default", "e", Split.TRAIN, (header,))
+        push.send_multipart([encode_envelope(envelope), b"body"])
+        until = time.monotonic() + LIMIT_S
+        with BlockingClient(broker.endpoints.serve) as client:
+            while True:
+                status = client.request(GetStatus(), LIMIT_S)
+                assert isinstance(status, StatusReply)
+                if status.rejected_by_reason.get("ingest: forbidden") or time.monotonic() > until:
+                    break
+        push.close(0)
+    assert status.rejected_by_reason["ingest: forbidden"] == 1
+
+
+def test_owners_survive_the_broker(net: Net) -> None:
+    net.key("w", Role.WORKER)
+    net.key("x", Role.WORKER)
+    with net.broker() as broker:
+        request(net, broker.endpoints.listen[0], "w", RegisterProducer(producer="p", env="e"))
+    with net.broker() as broker:
+        with pytest.raises(RefusedError, match="belongs to another key"):
+            request(net, broker.endpoints.listen[0], "x", RegisterProducer(producer="p", env="e"))
+        net.keys.revoke("w")
+        wait_for(lambda: _registers(net, broker, "x"))
+
+
+def _registers(net: Net, broker: Broker, key: str) -> bool:
+    try:
+        request(net, broker.endpoints.listen[0], key, RegisterProducer(producer="p", env="e"))
+    except RefusedError:
+        return False
+    return True
+
+
+def test_a_peer_of_another_host_offers_no_shared_memory(net: Net) -> None:
+    """It could name memory of any process of the broker's host."""
+    net.key("w", Role.WORKER)
+    arena = ArenaRef(pid=os.getpid(), fd=0, ino=1, nbytes=1 << 20)
+    with net.broker() as broker:
+        reply = request(
+            net, broker.endpoints.listen[0], "w", RegisterProducer(producer="p", env="e", arena=arena)
+        )
+        assert isinstance(reply, Registered)
+        assert not reply.ack.arena
+        with BlockingClient(broker.endpoints.serve) as client:
+            status = client.request(GetStatus(), LIMIT_S)
+        assert isinstance(status, StatusReply)
+        assert not any(reason.startswith("arena") for reason in status.rejected_by_reason)
+
+
+def test_a_role_hears_its_topics_and_no_other(net: Net) -> None:
+    for name, role in (("w", Role.WORKER), ("m", Role.MONITOR)):
+        net.key(name, role)
+    with net.broker(pressure_interval_s=0.05) as broker:
+        events = broker.endpoints.listen[2]
+        with (
+            BlockingSubscriber(events, [b""], keys=load_keys(net.root / "w.key")) as greedy,
+            BlockingSubscriber(events, [topics.PRESSURE], keys=load_keys(net.root / "w.key")) as modest,
+            BlockingSubscriber(events, [b""], keys=load_keys(net.root / "m.key")) as monitor,
+            BlockingSubscriber(broker.endpoints.events, [b""]) as local,
+        ):
+            for one in (modest, monitor, local):
+                assert one.poll(LIMIT_S) is not None
+                assert one.poll(LIMIT_S) is not None
+            assert greedy.poll(0.2) is None
+
+
+def test_a_revocation_ends_living_use(net: Net) -> None:
+    """Requests, groups and subscriptions of living connections; another key of the same host goes on."""
+    lost, good = net.key("lost", Role.WORKER), net.key("good", Role.WORKER)
+    net.key("ear", Role.MONITOR)
+    with net.broker(pressure_interval_s=0.05) as broker:
+        serve, _, events, _ = broker.endpoints.listen
+        with (
+            Producer.blocking(remote(serve, good), env="e", producer="good", group_size=2) as other,
+            BlockingClient(serve, keys=load_keys(lost)) as client,
+            BlockingSubscriber(events, [topics.PRESSURE], keys=load_keys(lost)) as heard,
+            BlockingSubscriber(events, [topics.PRESSURE], keys=load_keys(net.root / "ear.key")) as ear,
+        ):
+            client.request(GetInfo(), LIMIT_S)
+            assert heard.poll(LIMIT_S) is not None
+            assert ear.poll(LIMIT_S) is not None
+            net.keys.revoke("lost")
+            wait_for(lambda: heard.poll(0.5) is None)
+            with pytest.raises(
+                KeyRefusedError, match=r"key lost was refused by tcp://.*: revoked or unknown"
+            ):
+                client.request(GetInfo(), 3.0)
+            other.send(group("g"))
+            assert other.flush(LIMIT_S)
+            assert ear.poll(LIMIT_S) is not None
