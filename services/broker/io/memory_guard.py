@@ -248,9 +248,22 @@ def cut(addresses: Sequence[str], peers: Container[str] | None = None) -> int:
     return count
 
 
+def listeners(addresses: Sequence[str]) -> list[socket.socket]:
+    """Return second descriptors of the sockets that listen at TCP addresses; the caller closes them."""
+    names = {_name(address) for address in addresses if address.startswith("tcp://")}
+    found = []
+    for connection in _connections() if names else ():
+        with suppress(OSError):
+            if _own_name(connection) in names and _listens(connection):
+                found.append(connection)
+                continue
+        connection.close()
+    return found
+
+
 def _connections() -> Iterator[socket.socket]:
     """Yield a second descriptor of each socket of this process: the library may close the first at any time."""
-    for entry in Path("/proc/self/fd").iterdir():
+    for entry in list(Path("/proc/self/fd").iterdir()):  # not those that the caller keeps open meanwhile
         with suppress(OSError):
             if str(entry.readlink()).startswith("socket:"):
                 yield _duplicate(int(entry.name))
