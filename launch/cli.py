@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from rolloutmq.launch.declarations import completion
+from rolloutmq.launch.declarations.keys import keys
 from rolloutmq.launch.declarations.options import (
     GroupId,
     Json,
@@ -50,6 +51,7 @@ Gpu = Annotated[str, typer.Argument(help="GPU UUID, or an unambiguous prefix of 
 
 app.add_typer(ledger, name="ledger", rich_help_panel=INSPECT)
 app.add_typer(dead, name="dead", rich_help_panel=STEER)
+app.add_typer(keys, name="keys", rich_help_panel=STEER)
 
 
 @app.command(rich_help_panel=RUN)

@@ -214,7 +214,7 @@ class Launcher:
             with living(self._layout):
                 ending = await self._live(stop)
             # These calls block the loop, so that a signal cannot interrupt the summary.
-            clear(self._config, self._layout)
+            clear(self._layout)
             trim_journal(self._layout)
             report, as_json = failure_report(self._layout, ending.reason, began), self._options.as_json
             if report and as_json:  # the line of the end is the last one

@@ -24,6 +24,7 @@ import msgspec
 from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json, read_lives
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.end_notice import failure_reports
 from rolloutmq.launch.rundir import ended_lives
@@ -159,7 +160,7 @@ def _status(layout: RunLayout) -> StatusReply | None:
     if endpoints is None or not fate_of(layout).broker:
         return None
     try:
-        with BlockingClient(endpoints.serve) as client:
+        with BlockingClient(endpoints.serve, keys=keys_of(endpoints)) as client:
             reply = client.request(GetStatus(), ANSWER_S)
     except RolloutMQError:
         return None

@@ -22,7 +22,6 @@ from rolloutmq.bus.producer.spool_file import require_own_spools
 from rolloutmq.bus.rundir import read_json, read_lives, usable, write_json
 from rolloutmq.bus.shm.segment_file import sweep
 from rolloutmq.bus.transport.bindings import bindings, claim
-from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
 from rolloutmq.schemas.files import EndNotice, RunLayout
 from rolloutmq.schemas.lives import Life
@@ -165,7 +164,7 @@ def trim_journal(layout: RunLayout) -> None:
             logger.warning("journal not trimmed directory=%s error=%s", layout.journal, error)
 
 
-def clear(config: RunConfig, layout: RunLayout) -> None:
+def clear(layout: RunLayout) -> None:
     """Remove the leftovers of killed processes: shared memory, weight versions on disk, sockets, addresses.
 
     All processes of the run must have ended.
@@ -174,7 +173,7 @@ def clear(config: RunConfig, layout: RunLayout) -> None:
     sweep(layout.weights)
     address.sweep(layout.weights)
     socket_dir.clear(layout)
-    with suppress(RolloutMQError), claim(layout), bindings(config.broker, layout):
+    with suppress(RolloutMQError), claim(layout), bindings(layout):
         layout.endpoints.unlink(missing_ok=True)
 
 

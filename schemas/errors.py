@@ -43,6 +43,17 @@ class BrokerUnavailableError(RetryableError):
         return f"broker: no answer from {self.address} within {self.waited_s:.1f} s; check that its process is alive"
 
 
+class KeyRefusedError(BrokerUnavailableError):
+    """The broker did not let the client in: its key is revoked, unknown, missing, or that of another run."""
+
+    def __init__(self, address: str, waited_s: float, problem: str) -> None:
+        super().__init__(address, waited_s)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"broker: {self.problem}"
+
+
 class WaitTimeoutError(RetryableError, TimeoutError):
     """A call waited for longer than its `timeout_s`."""
 
@@ -313,9 +324,7 @@ class LimitExceededError(WireError):
 
     def __init__(self, what: str, value: int, limit: int) -> None:
         super().__init__(f"{what}: above the limit (got {value}, limit {limit})")
-        self.what = what
-        self.value = value
-        self.limit = limit
+        self.what, self.value, self.limit = what, value, limit
 
 
 class VersionMismatchError(WireError):
@@ -376,8 +385,7 @@ class UnusablePathError(ResourceError):
     """
 
     def __init__(self, what: str, problem: str) -> None:
-        self.what = what
-        self.problem = problem
+        self.what, self.problem = what, problem
 
     def __str__(self) -> str:
         return (
@@ -396,9 +404,7 @@ class NotPrivateError(ResourceError):
     """
 
     def __init__(self, path: str, problem: str, remedy: str) -> None:
-        self.path = path
-        self.problem = problem
-        self.remedy = remedy
+        self.path, self.problem, self.remedy = path, problem, remedy
 
     def __str__(self) -> str:
         return f"{self.path}: {self.problem}; {self.remedy}"
@@ -423,9 +429,7 @@ class AddressInUseError(ResourceError):
         owner: str = "another process",
         remedy: str = "end that process, or choose another address",
     ) -> None:
-        self.address = address
-        self.owner = owner
-        self.remedy = remedy
+        self.address, self.owner, self.remedy = address, owner, remedy
 
     def __str__(self) -> str:
         return f"address {self.address} is in use by {self.owner}; {self.remedy}"
@@ -435,9 +439,7 @@ class DamagedFileError(ResourceError):
     """A line of a file of the run does not decode, and is not the torn last line of a killed process."""
 
     def __init__(self, path: str, line: int, problem: str) -> None:
-        self.path = path
-        self.line = line
-        self.problem = problem
+        self.path, self.line, self.problem = path, line, problem
 
     def __str__(self) -> str:
         return f"{self.path}, line {self.line}: {self.problem}"

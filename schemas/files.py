@@ -28,6 +28,7 @@ evaluations.jsonl    points of the evaluation, and postponed ones       whoever 
 evaluation.json      tasks of the point under way; evaluation.lock       the same
 settled.jsonl        settled batches, as the broker knows them           broker
 dropped.jsonl        groups that left the queue untrained               broker
+owners.jsonl         names of producers and consumers, and their keys   broker, if it listens with keys
 saved.rmq            final state with its groups, at durability `memory`    broker
 journal/             groups-00000001.rmq ..., events-00000001.rmq ..., quarantine/  broker
 dead/                one file for each dead letter                      broker
@@ -93,6 +94,7 @@ class RunLayout:
         self.evaluation_lock = root / "evaluation.lock"
         self.settled = root / "settled.jsonl"
         self.dropped = root / "dropped.jsonl"
+        self.owners = root / "owners.jsonl"
         self.saved = root / "saved.rmq"
         self.journal = root / "journal"
         self.dead = root / "dead"
@@ -149,7 +151,16 @@ class HubSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
-    """`endpoints.json`: addresses of the broker's sockets, and the broker's pid and epoch."""
+    """`endpoints.json`: addresses of the broker's sockets, and the broker's pid and epoch.
+
+    Attributes:
+        ingest, serve, events, publish: Addresses of the sockets.
+        pid: The broker's process; 0 if it is unknown.
+        epoch: The broker's epoch.
+        listen: Bound addresses of `broker.listen`: serve, ingest, events, publish.
+        insecure: `listen` asks for no key.
+        key: Path of the key file that clients of these addresses need; empty for none.
+    """
 
     ingest: str
     serve: str
@@ -157,6 +168,9 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     publish: str
     pid: int
     epoch: int
+    listen: tuple[str, ...] = ()
+    insecure: bool = False
+    key: str = ""
 
 
 class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -320,6 +334,15 @@ class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`expired`, `dead` or `discarded`."""
     reason: str
+
+
+class NameOwner(msgspec.Struct, frozen=True, kw_only=True):
+    """`owners.jsonl`: a name that belongs to a key from this line on."""
+
+    name: str
+    """`producer:NAME` or `consumer:NAME`."""
+    key: str
+    """Name of the key; empty for none."""
 
 
 class RunHolder(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,12 +6,13 @@ orderly way. Calls during shutdown have a time limit, because the broker may be 
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
 from rolloutmq.bus.transport.endpoint import resolve_blocking
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, WaitTimeoutError
@@ -167,8 +168,7 @@ def connect(
         info=info,
         resume=resume,
     )
-    with (
-        joining as consumer,
-        Publisher(resolve_blocking(run_dir).publish) as events,
-    ):
+    with joining as consumer, ExitStack() as stack:
+        found = resolve_blocking(run_dir)
+        events = stack.enter_context(Publisher(found.publish, keys=keys_of(found)))
         yield BusBrokerClient(consumer, events, config.pull_wait_s)

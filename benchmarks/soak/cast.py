@@ -125,10 +125,15 @@ class Player:
 
 
 class Place:
-    """The directories of an act: the run's own, and those of the soak beside it."""
+    """The directories of an act: the run's own, and those of the soak beside it.
 
-    def __init__(self, root: Path, token: str) -> None:
+    Attributes:
+        listen: Address of the broker, with which all clients come by TCP; empty for unix sockets.
+    """
+
+    def __init__(self, root: Path, token: str, listen: str = "") -> None:
         self.token = token
+        self.listen = listen
         self.run_dir = root / "run"
         self.producers = root / "producers"
         self.ranks = root / "ranks"
@@ -166,6 +171,7 @@ class Troupe:
             self._left.discard(rank)
             return RankSpec(
                 run_dir=self._place.run_dir,
+                address=self._place.listen,
                 books=self._place.ranks,
                 life=life,
                 plan=self.plan,
@@ -194,8 +200,9 @@ class Cast:
 
     def __init__(self, act: Act, place: Place) -> None:
         self._place = place
-        base = {"run_dir": place.run_dir, "books": place.producers}
-        self.broker = Player("broker", "broker", place, lambda life: Spec(**base, life=life))
+        self.broker = Player(
+            "broker", "broker", place, lambda life: Spec(place.run_dir, place.listen, place.producers, life)
+        )
         self.producers = [
             Player(plan.name, "producer", place, self._producer_spec(plan)) for plan in act.producers
         ]
@@ -210,7 +217,12 @@ class Cast:
         # An arena is as large as the mark, and a memory file is a file: it cannot be made.
         file_bytes = HIGH_BYTES - 1 if plan.frames else 0
         return lambda life: ProducerSpec(
-            self._place.run_dir, self._place.producers, life, plan=plan, file_bytes=file_bytes
+            self._place.run_dir,
+            self._place.listen,
+            self._place.producers,
+            life,
+            plan=plan,
+            file_bytes=file_bytes,
         )
 
     def everyone(self) -> Iterator[Player]:

@@ -62,7 +62,7 @@ class Mixer:
         spec, plan = self._spec, self._spec.plan
         resume = PolicyVersion(*self._resume) if self._resume else None
         async with GroupConsumer.open(
-            spec.run_dir,
+            spec.where,
             batch_sequences=plan.sequences,
             window=plan.window,
             groups=GROUPS,

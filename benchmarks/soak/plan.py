@@ -130,13 +130,14 @@ class Act(msgspec.Struct, frozen=True):
         """Whether the product may give groups up after several lost leases."""
         return self.max_deliveries < MANY_DELIVERIES
 
-    def config(self) -> RunConfig:
-        """Return the configuration of the run."""
+    def config(self, listen: str) -> RunConfig:
+        """Return the configuration of the run; `listen` is the broker's address for TCP, or empty."""
         batch = max(one.sequences for one in self.trainers)
         trainer = {"batch_sequences": batch} if batch else {"batch_tokens": self.trainers[0].tokens}
         broker: dict[str, Any] = {
             "durability": self.durability,
-            "transport": self.transport,
+            "listen": listen,
+            "insecure": bool(listen),
             "silence_s": SILENCE_S,
             "lease_s": LEASE_S,
             "max_deliveries": self.max_deliveries,

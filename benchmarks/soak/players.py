@@ -39,8 +39,15 @@ class Spec(msgspec.Struct, frozen=True):
     """What every player is told."""
 
     run_dir: Path
+    address: str
+    """Address of the broker, in place of the run directory; empty for none."""
     books: Path
     life: int
+
+    @property
+    def where(self) -> Path | str:
+        """Where the client looks for the broker."""
+        return self.address or self.run_dir
 
 
 class ProducerSpec(Spec, frozen=True):

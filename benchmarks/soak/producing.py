@@ -29,7 +29,7 @@ async def produce(spec: ProducerSpec) -> None:
     book = Book(spec.books / f"{name}.{spec.life}")
     layout.spools.mkdir(exist_ok=True)
     async with Producer.open(
-        spec.run_dir,
+        spec.where,
         env=spec.plan.env,
         producer=name,
         split=spec.plan.split,

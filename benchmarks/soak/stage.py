@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from benchmarks.harness.listening import free_listen
 from benchmarks.soak import audit, watch
 from benchmarks.soak.audit import Auditor, Books, Promise, Verdict
 from benchmarks.soak.board import Board
@@ -99,7 +100,9 @@ class Performance:
         self._act = act
         self._tally = tally
         self._report = report
-        self.place = Place(root, f"soak-{secrets.token_hex(6)}")
+        self.place = Place(
+            root, f"soak-{secrets.token_hex(6)}", free_listen() if act.transport == "tcp" else ""
+        )
         self._layout = RunLayout(self.place.run_dir)
         self._cast = Cast(act, self.place)
         self._memory = watch.MemoryWatch()
@@ -119,7 +122,7 @@ class Performance:
 
     def play(self) -> list[str]:
         """Play the act to its end; return the violations."""
-        write_json(self._layout.config, self._act.config())
+        write_json(self._layout.config, self._act.config(self.place.listen))
         with _ignored(*ASKED), Board(self.place.board) as board:
             self._board = board
             try:

@@ -92,7 +92,7 @@ class Rank:
         spec, plan = self._spec, self._spec.plan
         resume = PolicyVersion(*self._resume) if self._resume else None
         async with Consumer.open(
-            spec.run_dir,
+            spec.where,
             sequences=1 if spec.lone else plan.sequences,
             tokens=0 if spec.lone else plan.tokens,
             consumer=f"{plan.name}-{spec.rank}",

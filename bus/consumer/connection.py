@@ -148,7 +148,7 @@ class ConsumerConnection:
         client, place = await reach(self._where, self._context, self._search)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
-            heart = await stack.enter_async_context(BrokerClient(client.address, self._context))
+            heart = await stack.enter_async_context(BrokerClient(client.address, self._context, client.keys))
             if place.epoch != self._epoch:
                 await self._register(client, place.epoch)
             return _Sockets(client, heart, stack.pop_all())

@@ -36,6 +36,7 @@ from rolloutmq.bus.rundir import FILE_POLL_S, load_run, read_json, write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.bus.tasks.client import TaskClient
 from rolloutmq.bus.transport.endpoint import resolve
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.evaluation import DEADLINE_MAX_S
 from rolloutmq.schemas.config.run import RunConfig
@@ -182,7 +183,8 @@ class PointRequest:
         try:
             async with limit, _alone(layout):
                 # Before the tasks: a socket that has just connected would drop the event.
-                with Publisher((await resolve(layout.root, self.deadline_s)).publish) as events:
+                found = await resolve(layout.root, self.deadline_s)
+                with Publisher(found.publish, keys=keys_of(found)) as events:
                     until = began + self.deadline_s
                     done = completed(await self._point(layout, version, waiter, until, awaited=awaited))
                     record(layout.evaluations, done)

@@ -23,6 +23,7 @@ from rolloutmq.bus.producer.spool import SpoolEntry
 from rolloutmq.bus.shm.arena import Arena
 from rolloutmq.bus.transport.discovery import Search, insist, reach
 from rolloutmq.bus.transport.endpoint import Where
+from rolloutmq.bus.transport.keys.handshakes import watched
 from rolloutmq.bus.transport.pubsub import Subscriber
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.bus.transport.sockets import Channel, producer_push, shared
@@ -140,9 +141,10 @@ class ProducerConnection:
         client, place = await reach(self._where, self._context, self._search)
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
-            push = Channel(producer_push(self._context, place.ingest))
+            socket = producer_push(self._context, place.ingest, client.keys)
+            push = Channel(socket, watched(socket, place.ingest, client.keys))
             stack.callback(push.close)
-            acks = Subscriber(place.events, [topics.ack(producer)], self._context)
+            acks = Subscriber(place.events, [topics.ack(producer)], self._context, client.keys)
             await stack.enter_async_context(acks)
             self.max_group_bytes = place.max_group_bytes
             self.info = place.info

@@ -4,8 +4,8 @@
 path is too long for the kernel, a directory in the system's temporary one, named by a hash of the run directory. A
 second bind silently takes over an ipc path. Therefore a broker of any transport first locks `sockets/lock` and holds
 the lock until it ends. It locks the run directory and the journal's directory too, themselves and not a file in them:
-whoever deletes the lock file makes no way for a second broker. Plain TCP on a non-loopback address needs
-`broker.insecure = true`.
+whoever deletes the lock file makes no way for a second broker. `broker.listen` adds TCP to the same sockets, for
+clients of other hosts.
 
 Clients import `endpoint` instead, which loads faster.
 """
@@ -15,28 +15,26 @@ import errno
 import fcntl
 import os
 import shutil
-import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from rolloutmq.bus.files import decode_json, private_fd
-from rolloutmq.schemas.address import is_loopback
-from rolloutmq.schemas.errors import AddressInUseError, ConfigError
+from rolloutmq.schemas.errors import AddressInUseError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.network.address import listen_of, port_of
 from rolloutmq.schemas.printable import shell_word
-
-if TYPE_CHECKING:  # the models of the configuration take long to load, and other servers need only addresses
-    from rolloutmq.schemas.config.broker import BrokerConfig
 
 SOCKETS: Final = ("ingest", "serve", "events", "publish")
 """Names of the broker's sockets, and of their files."""
+LISTENING: Final = ("serve", "ingest", "events", "publish")
+"""The sockets in the order of the ports of `broker.listen`, and of `Endpoints.listen`."""
 IPC_PATH_LIMIT_BYTES: Final = 107
 """Longest path of a unix socket on Linux."""
 
@@ -108,18 +106,11 @@ def _locked(fd: int) -> bool:
 
 
 @contextlib.contextmanager
-def bindings(config: "BrokerConfig", layout: RunLayout) -> Iterator[dict[str, str]]:
-    """Yield the address of each socket to bind; remove the files of ipc sockets at the end.
+def bindings(layout: RunLayout) -> Iterator[dict[str, str]]:
+    """Yield the ipc address of each socket to bind; remove their files at the end.
 
-    For tcp the port is `*`: the system chooses. Only the holder of `claim` may call this.
-
-    Raises:
-        ConfigError: Other machines can reach the address, and the configuration does not allow that.
+    Only the holder of `claim` may call this.
     """
-    if config.transport == "tcp":
-        host = bind_host(config)
-        yield dict.fromkeys(SOCKETS, f"tcp://{host}:*")
-        return
     directory, borrowed = _ipc_directory(layout)
     try:
         yield {name: f"ipc://{directory / name}" for name in SOCKETS}
@@ -142,14 +133,6 @@ def private_directory(path: Path) -> Path:
     return path.resolve()
 
 
-def connectable(bound: str) -> str:
-    """Return the address to connect to for a bound address: a wildcard becomes this host's own address."""
-    for wildcard in ("tcp://0.0.0.0:", "tcp://[::]:"):
-        if bound.startswith(wildcard):
-            return f"tcp://{_own_address()}:{bound.removeprefix(wildcard)}"
-    return bound
-
-
 def _read_note(file: int) -> LockNote:
     try:
         return decode_json(os.pread(file, 128, 0).strip(), LockNote)
@@ -169,26 +152,24 @@ def _ipc_directory(layout: RunLayout) -> tuple[Path, bool]:
     return private_directory(Path(tempfile.gettempdir()) / f"rolloutmq-{digest}"), True
 
 
-def bind_host(config: "BrokerConfig") -> str:
-    """Return the host to bind for tcp, in the form of an address; ConfigError if it is not allowed."""
-    host = config.host
-    if not config.insecure and not is_loopback(host):
-        raise ConfigError(
-            "broker.host",
-            f"other machines can reach this address, and plain TCP has neither encryption nor login (got {host}); "
-            "use 127.0.0.1, or allow it with broker.insecure = true",
-        )
-    return f"[{host}]" if ":" in host else host
+def listen_addresses(listen: str, previous: Sequence[str] = ()) -> list[tuple[str, list[str]]]:
+    """Return the name of each socket that `broker.listen` is for, in its order, with the addresses to try.
 
-
-def _own_address() -> str:
-    # Connecting a datagram socket sends nothing; it only selects the source address.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return "127.0.0.1"
-        return str(probe.getsockname()[0])
+    Args:
+        listen: A valid `broker.listen`.
+        previous: Bound addresses of a killed broker. With port 0 they are tried first: its clients still try its
+            ports, and with others they would look for the broker first.
+    """
+    parts = listen_of(listen)
+    assert parts is not None, listen
+    wanted: list[tuple[str, list[str]]] = []
+    for index, name in enumerate(LISTENING):
+        if parts.port:
+            ports = [str(parts.port + index)]
+        else:
+            ports = [*(str(port_of(address)) for address in previous[index : index + 1]), "*"]
+        wanted.append((name, [f"tcp://{parts.host}:{port}" for port in ports]))
+    return wanted
 
 
 def http_url(host: str, port: int) -> str:

@@ -7,6 +7,7 @@ Such a broker still answers liveness probes, so clients wait for a late answer a
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +17,19 @@ import msgspec
 
 from rolloutmq.bus.files import decode_json, read_regular
 from rolloutmq.bus.log_throttle import WaitLog
-from rolloutmq.bus.transport.endpoint import LOOK_INTERVAL_S, Where, is_address, read_endpoints
+from rolloutmq.bus.transport.endpoint import (
+    LOOK_INTERVAL_S,
+    Where,
+    info_of,
+    is_address,
+    keys_for,
+    read_endpoints,
+)
+from rolloutmq.bus.transport.keys.bundle import CurveKeys, keys_of
+from rolloutmq.bus.transport.keys.handshakes import FIRST_S, LONGEST_S
 from rolloutmq.bus.transport.request_client import BrokerClient, Frames
 from rolloutmq.bus.transport.sockets import Context
-from rolloutmq.schemas.errors import BrokerUnavailableError, MalformedError
+from rolloutmq.schemas.errors import BrokerUnavailableError, KeyRefusedError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.printable import printable, shell_word
@@ -59,21 +69,25 @@ class Search:
             logger.warning("waiting for the broker of %s waited_s=%.0f: %s", self.where, waited_s, problem)
 
 
-async def serve_address(where: Where, search: Search | None = None) -> str:
-    """Return the address of `serve`; wait without a limit until the run directory has one. Cancellation is safe.
+async def serve_address(where: Where, search: Search | None = None) -> tuple[str, CurveKeys | None]:
+    """Return the address of `serve`, and the keys that it asks for.
+
+    Waits without a limit until the run directory has one. Cancellation is safe.
 
     Raises:
         UsageError: `where` is a file.
-        MissingError: This user may not read the run directory.
+        MissingError: This user may not read the run directory; or the file of the key is missing.
+        NotPrivateError, ConfigError, UnusablePathError: The file of the key cannot be used.
     """
     if is_address(where):
-        return str(where)
+        return str(where), keys_for(where)
     search = search or Search(where)
+    run_dir = Path(str(where))
     # Another process writes the file: there is no event to wait for.
-    while (found := read_endpoints(Path(where))) is None:
-        search.lacks(*_no_broker(RunLayout(Path(where))))
+    while (found := read_endpoints(run_dir)) is None:
+        search.lacks(*_no_broker(RunLayout(run_dir)))
         await asyncio.sleep(LOOK_INTERVAL_S)
-    return found.serve
+    return found.serve, keys_of(found)
 
 
 def _no_broker(layout: RunLayout) -> tuple[str, str]:
@@ -109,17 +123,21 @@ async def reach(
     """
     search = search or Search(where)
     search.begin()
+    pause_s = FIRST_S
     while True:
-        client = BrokerClient(await serve_address(where, search), context)
+        address, keys = await serve_address(where, search)
+        client = BrokerClient(address, context, keys)
         silence = f"no answer from {client.address}; check that the broker's process is alive"
         search.problem = silence
         await client.__aenter__()
         try:
-            reply = await client.request(GetInfo(), ATTEMPT_S)
-            if not isinstance(reply, InfoReply):
-                raise MalformedError(
-                    f"{client.address}: wrong type of reply to GetInfo (got {type(reply).__name__})"
-                )
+            reply = info_of(client.address, await client.request(GetInfo(), ATTEMPT_S))
+        except KeyRefusedError as error:
+            await client.close()
+            search.lacks("refused", error.problem)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, LONGEST_S)
+            continue
         except BrokerUnavailableError:
             await client.close()
         except BaseException:

@@ -1,4 +1,5 @@
-"""Endpoints of a broker, and how a client finds them: by its run directory, or by the address of a socket."""
+"""Endpoints of a broker, and how a client finds them: by its run directory, by the address of a socket, or by that of
+another host with a key."""
 
 import asyncio
 import os
@@ -9,6 +10,8 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.files import decode_json, read_regular
+from rolloutmq.bus.transport.keys.bundle import CurveKeys, load_keys
+from rolloutmq.bus.transport.remote import Remote
 from rolloutmq.bus.transport.request_client import BlockingClient, BrokerClient
 from rolloutmq.schemas.errors import BrokerUnavailableError, MalformedError, MissingError, UsageError
 from rolloutmq.schemas.files import Endpoints, RunLayout
@@ -19,25 +22,25 @@ LOOK_INTERVAL_S: Final = 0.05
 """Time between two looks into a run directory for its broker."""
 RESOLVE_TIMEOUT_S: Final = 30.0
 
-Where = str | Path
-"""A run directory, or the address of a broker's `serve` socket."""
+Where = str | Path | Remote
+"""A run directory, the address of a broker's `serve` socket, or a broker of another host with a key."""
 
 
 async def resolve(where: Where, timeout_s: float = RESOLVE_TIMEOUT_S) -> Endpoints:
     """Return the sockets of a broker; wait for a broker that has not started.
 
     Args:
-        where: Run directory with `endpoints.json`, or the address of a broker's `serve` socket.
+        where: Run directory with `endpoints.json`, the address of a broker's `serve` socket, or a `Remote`.
         timeout_s: Longest wait, in seconds.
 
     Raises:
         BrokerUnavailableError: No broker was found in time.
     """
     if is_address(where):
-        async with BrokerClient(str(where)) as client:
-            return _endpoints(str(where), await client.request(GetInfo(), timeout_s))
+        async with BrokerClient(str(where), keys=keys_for(where)) as client:
+            return _endpoints(where, await client.request(GetInfo(), timeout_s))
     until = time.monotonic() + timeout_s
-    while (found := read_endpoints(Path(where))) is None:
+    while (found := read_endpoints(Path(str(where)))) is None:
         if time.monotonic() > until:
             raise BrokerUnavailableError(str(where), timeout_s)
         await asyncio.sleep(LOOK_INTERVAL_S)
@@ -47,10 +50,10 @@ async def resolve(where: Where, timeout_s: float = RESOLVE_TIMEOUT_S) -> Endpoin
 def resolve_blocking(where: Where, timeout_s: float = RESOLVE_TIMEOUT_S) -> Endpoints:
     """Return the sockets of a broker, from a thread without an event loop; see `resolve`."""
     if is_address(where):
-        with BlockingClient(str(where)) as client:
-            return _endpoints(str(where), client.request(GetInfo(), timeout_s))
+        with BlockingClient(str(where), keys=keys_for(where)) as client:
+            return _endpoints(where, client.request(GetInfo(), timeout_s))
     until = time.monotonic() + timeout_s
-    while (found := read_endpoints(Path(where))) is None:
+    while (found := read_endpoints(Path(str(where)))) is None:
         if time.monotonic() > until:
             raise BrokerUnavailableError(str(where), timeout_s)
         time.sleep(LOOK_INTERVAL_S)
@@ -63,9 +66,20 @@ def is_address(where: Where) -> bool:
     Raises:
         UsageError: It can be neither.
     """
+    if isinstance(where, Remote):
+        return True
     if not isinstance(where, str | os.PathLike):
         raise UsageError(f"where: must be a run directory or the broker's address (got {where!r})")
     return isinstance(where, str) and "://" in where
+
+
+def keys_for(where: Where) -> CurveKeys | None:
+    """Return the keys that the broker asks for, None if it asks for none.
+
+    Raises:
+        MissingError, NotPrivateError, ConfigError, UnusablePathError: The file of the key cannot be used.
+    """
+    return load_keys(where.key) if isinstance(where, Remote) else None
 
 
 def read_endpoints(run_dir: Path) -> Endpoints | None:
@@ -93,14 +107,32 @@ def read_endpoints(run_dir: Path) -> Endpoints | None:
         raise MalformedError(f"{RunLayout(run_dir).endpoints}: {error}") from None
 
 
-def _endpoints(serve: str, reply: Reply) -> Endpoints:
+def info_of(address: str, reply: Reply) -> InfoReply:
+    """Return the reply to `GetInfo` with the addresses that this client can reach.
+
+    Raises:
+        MalformedError: It is another reply, or has no ports for a client that came by TCP.
+    """
     if not isinstance(reply, InfoReply):
-        raise MalformedError(f"{serve}: wrong type of reply to GetInfo (got {type(reply).__name__})")
+        raise MalformedError(f"{address}: wrong type of reply to GetInfo (got {type(reply).__name__})")
+    if not address.startswith("tcp://"):
+        return reply
+    if len(reply.ports) != len(("ingest", "events", "publish")):
+        raise MalformedError(f"{address}: the reply to GetInfo must have 3 ports (got {len(reply.ports)})")
+    # The broker knows itself by other names than its clients, behind a translation of addresses above all.
+    host = address.rpartition(":")[0]
+    ingest, events, publish = (f"{host}:{port}" for port in reply.ports)
+    return msgspec.structs.replace(reply, ingest=ingest, events=events, publish=publish)
+
+
+def _endpoints(where: Where, reply: Reply) -> Endpoints:
+    info = info_of(str(where), reply)
     return Endpoints(
-        ingest=reply.ingest,
-        serve=serve,
-        events=reply.events,
-        publish=reply.publish,
+        ingest=info.ingest,
+        serve=str(where),
+        events=info.events,
+        publish=info.publish,
         pid=0,
-        epoch=reply.epoch,
+        epoch=info.epoch,
+        key=str(where.key) if isinstance(where, Remote) else "",
     )

@@ -13,6 +13,7 @@ from typing import Final, Self
 import msgspec
 
 from rolloutmq.bus.rundir import FILE_POLL_S, read_json
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Published, Subscriber
 from rolloutmq.schemas.files import Endpoints, RunLayout
 
@@ -74,7 +75,9 @@ class EventFeed:
             return self._subscriber
         if self._subscriber is None or self._subscriber.address != endpoints.events:
             self._close()
-            self._subscriber = await Subscriber(endpoints.events, self._topics).__aenter__()
+            self._subscriber = await Subscriber(
+                endpoints.events, self._topics, keys=keys_of(endpoints)
+            ).__aenter__()
         return self._subscriber
 
     def _close(self) -> None:

@@ -8,15 +8,20 @@ the loss arguments in `bus.transport.sockets`.
 import time
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 import zmq
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.transport import sockets
+from rolloutmq.bus.transport.keys.bundle import CurveKeys
+from rolloutmq.bus.transport.keys.handshakes import Handshakes, watched
 from rolloutmq.bus.transport.sockets import Channel, Context, Scope
 from rolloutmq.schemas.errors import ClosedError
 from rolloutmq.schemas.wire.envelope import Message
+
+LOOK_S: Final = 0.25
+"""Time between two looks at the handshakes of a blocking subscriber."""
 
 Published = tuple[bytes, bytes]
 """Topic and encoded payload of one event."""
@@ -35,21 +40,35 @@ def _published(frames: list[bytes], wanted: tuple[bytes, ...]) -> Published | No
     return None
 
 
+def _close(socket: sockets.Socket, handshakes: Handshakes | None) -> None:
+    if handshakes is not None and not socket.closed:
+        handshakes.close()
+    socket.close()
+
+
 class Subscriber:
     """Subscriber for an event loop: `async with Subscriber(address, topics) as s: async for topic, payload in s`.
 
     The address is that of the broker's `events`. A cancelled wait loses no event.
     """
 
-    def __init__(self, address: str, topics: Iterable[bytes], context: Context | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        topics: Iterable[bytes],
+        context: Context | None = None,
+        keys: CurveKeys | None = None,
+    ) -> None:
         self.address = address
         self.topics = tuple(topics)
         self._lent = context
+        self._keys = keys
         self._open: tuple[Scope, Channel] | None = None
 
     async def __aenter__(self) -> Self:
         scope = Scope(self._lent)
-        self._open = scope, Channel(scope.connect(sockets.subscriber, self.address, self.topics))
+        socket = scope.connect(sockets.subscriber, self.address, self.topics, self._keys)
+        self._open = scope, Channel(socket, watched(socket, self.address, self._keys))
         return self
 
     async def __aexit__(
@@ -93,10 +112,17 @@ class Subscriber:
 class BlockingSubscriber:
     """Subscriber for a thread without an event loop."""
 
-    def __init__(self, address: str, topics: Iterable[bytes], context: Context | None = None) -> None:
+    def __init__(
+        self,
+        address: str,
+        topics: Iterable[bytes],
+        context: Context | None = None,
+        keys: CurveKeys | None = None,
+    ) -> None:
         self.topics = tuple(topics)
         self._scope = Scope(context)
-        self._socket = self._scope.connect(sockets.subscriber, address, self.topics)
+        self._socket = self._scope.connect(sockets.subscriber, address, self.topics, keys)
+        self._handshakes = watched(self._socket, address, keys)
 
     def __enter__(self) -> Self:
         return self
@@ -112,8 +138,13 @@ class BlockingSubscriber:
             raise ClosedError
         until = time.monotonic() + timeout_s
         while True:
-            left_ms = max(0, round((until - time.monotonic()) * 1e3))
-            if not self._socket.poll(left_ms):
+            left_s = until - time.monotonic()
+            if self._handshakes is not None:
+                self._handshakes.look(time.monotonic())
+            slice_s = left_s if self._handshakes is None else min(left_s, LOOK_S)
+            if not self._socket.poll(max(0, round(slice_s * 1e3))):
+                if slice_s < left_s:
+                    continue
                 return None
             event = _published(self._socket.recv_multipart(zmq.NOBLOCK), self.topics)
             if event is not None:
@@ -121,7 +152,7 @@ class BlockingSubscriber:
 
     def close(self) -> None:
         """Stop listening. May be called twice."""
-        self._socket.close()
+        _close(self._socket, self._handshakes)
         self._scope.end()
 
 
@@ -132,9 +163,10 @@ class Publisher:
     The address is that of the broker's `publish`. For one thread at a time.
     """
 
-    def __init__(self, address: str, context: Context | None = None) -> None:
+    def __init__(self, address: str, context: Context | None = None, keys: CurveKeys | None = None) -> None:
         self._scope = Scope(context)
-        self._socket = self._scope.connect(sockets.publisher, address)
+        self._socket = self._scope.connect(sockets.publisher, address, keys)
+        self._handshakes = watched(self._socket, address, keys)
 
     def __enter__(self) -> Self:
         return self
@@ -148,9 +180,11 @@ class Publisher:
         """Send one event to the current subscribers."""
         if self._socket.closed:
             raise ClosedError
+        if self._handshakes is not None:
+            self._handshakes.look(time.monotonic())
         self._socket.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
 
     def close(self) -> None:
         """Close the socket; the last events have half a second to leave. May be called twice."""
-        self._socket.close()
+        _close(self._socket, self._handshakes)
         self._scope.end()

@@ -18,11 +18,14 @@ from typing import Any, Final, Self
 import zmq
 
 from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.transport.keys.bundle import CurveKeys
+from rolloutmq.bus.transport.keys.handshakes import watched
 from rolloutmq.bus.transport.sockets import Channel, Context, Scope, client_dealer
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
     ClosedError,
     ConsumerFencedError,
+    KeyRefusedError,
     LeaseLostError,
     MalformedError,
     RefusedError,
@@ -37,6 +40,9 @@ TIMEOUT_S: Final = 10.0
 RESEND_S: Final = 1.0
 """Default pause before an unanswered request is sent again."""
 
+LOOK_S: Final = 0.25
+"""Time between two looks at the handshakes of a blocking client that waits for a connection."""
+
 Frames = list[memoryview]
 """Payload frames of a reply, as views of the received memory, which they keep alive."""
 _Answer = tuple[Reply, Frames]
@@ -48,8 +54,10 @@ class BrokerClient:
     Use it as `async with BrokerClient(address) as client`. Without a context the client creates its own.
     """
 
-    def __init__(self, address: str, context: Context | None = None) -> None:
+    def __init__(self, address: str, context: Context | None = None, keys: CurveKeys | None = None) -> None:
         self.address = address
+        self.keys = keys
+        """Keys of the socket, and of further sockets to the same broker."""
         self._lent = context
         self._numbers = count(1)
         self._waiting: dict[bytes, asyncio.Future[list[zmq.Frame]]] = {}
@@ -57,7 +65,8 @@ class BrokerClient:
 
     async def __aenter__(self) -> Self:
         scope = Scope(self._lent)
-        channel = Channel(scope.connect(client_dealer, self.address))
+        socket = scope.connect(client_dealer, self.address, self.keys)
+        channel = Channel(socket, watched(socket, self.address, self.keys))
         reader = asyncio.create_task(self._read(channel), name=f"replies of {self.address}")
         self._open = scope, channel, reader
         return self
@@ -66,6 +75,11 @@ class BrokerClient:
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
         await self.close()
+
+    @property
+    def problem(self) -> str:
+        """What the last handshake with the broker failed for; empty if it did not."""
+        return self._open[1].problem if self._open is not None else ""
 
     async def close(self) -> None:
         """Close the socket; waiting requests raise ClosedError. May be called twice."""
@@ -132,7 +146,7 @@ class BrokerClient:
             else:
                 await _for_at_most(channel.ready(zmq.POLLOUT), patience_s)
         if not answer.done():
-            raise BrokerUnavailableError(self.address, timeout_s)
+            raise unavailable(self.address, timeout_s, self.problem)
         if answer.cancelled():
             raise ClosedError
         return answer.result()
@@ -152,11 +166,12 @@ class BrokerClient:
 class BlockingClient:
     """Request client for a thread without an event loop, one request at a time: for the command line and views."""
 
-    def __init__(self, address: str, context: Context | None = None) -> None:
+    def __init__(self, address: str, context: Context | None = None, keys: CurveKeys | None = None) -> None:
         self.address = address
         self._numbers = count(1)
         self._scope = Scope(context)
-        self._socket = self._scope.connect(client_dealer, address)
+        self._socket = self._scope.connect(client_dealer, address, keys)
+        self._handshakes = watched(self._socket, address, keys)
 
     def __enter__(self) -> Self:
         return self
@@ -168,6 +183,8 @@ class BlockingClient:
 
     def close(self) -> None:
         """Close the socket. May be called twice."""
+        if self._handshakes is not None and not self._socket.closed:
+            self._handshakes.close()
         self._socket.close()
         self._scope.end()
 
@@ -186,13 +203,20 @@ class BlockingClient:
         started = time.monotonic()
         while (left := timeout_s - (time.monotonic() - started)) > 0:
             patience_s = min(left, resend_s)
+            if self._handshakes is not None:
+                self._handshakes.look(time.monotonic())
+                patience_s = min(patience_s, LOOK_S)
             if not self._socket.poll(int(patience_s * 1e3) + 1, zmq.POLLOUT):
                 continue
+            patience_s = min(left, resend_s)
             with suppress(zmq.Again):  # the connection was lost meanwhile and will return
                 self._socket.send_multipart(asked, zmq.NOBLOCK)
             answer = self._await(number, patience_s)
             if answer is not None:
                 return granted(answer[0], message), answer[1]
+        if self._handshakes is not None:
+            self._handshakes.look(time.monotonic())
+            raise unavailable(self.address, timeout_s, self._handshakes.problem)
         raise BrokerUnavailableError(self.address, timeout_s)
 
     def _await(self, number: bytes, patience_s: float) -> _Answer | None:
@@ -204,6 +228,13 @@ class BlockingClient:
             if frames[0].bytes == number:
                 return _decoded(frames[1:])
         return None
+
+
+def unavailable(address: str, waited_s: float, problem: str) -> BrokerUnavailableError:
+    """Return the error of a request without an answer; `problem` is that of the handshake, or empty."""
+    return (
+        KeyRefusedError(address, waited_s, problem) if problem else BrokerUnavailableError(address, waited_s)
+    )
 
 
 def granted(reply: Reply, request: Request) -> Reply:

@@ -8,14 +8,27 @@ Sockets are not thread-safe: a socket belongs to the thread, or to the event loo
 """
 
 import asyncio
+import errno
+import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import zmq
 
-from rolloutmq.schemas.errors import ClosedError, ConfigError
+from rolloutmq.bus.transport.keys.bundle import CurveKeys
+from rolloutmq.bus.transport.keys.handshakes import Handshakes
+from rolloutmq.schemas.errors import AddressInUseError, ClosedError, ConfigError
+
+ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
+"""Where libzmq asks who may enter: RFC 27."""
+ZAP_DOMAIN: Final = b"rolloutmq"
+LOCAL_THREAD: Final = 1
+"""Thread of the broker's sockets for clients of this host, as a bit."""
+REMOTE_THREAD: Final = 2
+"""That for clients of other hosts: a flood of their handshakes takes all of it, and nothing from the others."""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -152,7 +165,7 @@ def publish_xsub(context: Context, max_frame_bytes: int) -> Socket:
     return _made(context, zmq.XSUB, hwm=CONTROL_HWM, linger_ms=0, max_frame_bytes=max_frame_bytes)
 
 
-def producer_push(context: Context, address: str) -> Socket:
+def producer_push(context: Context, address: str, keys: CurveKeys | None = None) -> Socket:
     """Create and connect a producer's PUSH socket.
 
     Loss: a killed broker loses up to two high-water marks of messages and the kernel's buffers, without an error. The
@@ -161,10 +174,10 @@ def producer_push(context: Context, address: str) -> Socket:
     """
     socket = _made(context, zmq.PUSH, hwm=BULK_HWM, linger_ms=0)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    return _connected(socket, address)
+    return _connected(socket, address, keys)
 
 
-def client_dealer(context: Context, address: str) -> Socket:
+def client_dealer(context: Context, address: str, keys: CurveKeys | None = None) -> Socket:
     """Create and connect a client's DEALER socket.
 
     Loss: a request or reply may be lost with the connection; the client repeats the request until it has a reply with
@@ -174,10 +187,12 @@ def client_dealer(context: Context, address: str) -> Socket:
     """
     socket = _made(context, zmq.DEALER, hwm=CONTROL_HWM, linger_ms=0)
     socket.setsockopt(zmq.IMMEDIATE, 1)
-    return _connected(socket, address)
+    return _connected(socket, address, keys)
 
 
-def subscriber(context: Context, address: str, topics: Iterable[bytes]) -> Socket:
+def subscriber(
+    context: Context, address: str, topics: Iterable[bytes], keys: CurveKeys | None = None
+) -> Socket:
     """Create and connect a SUB socket with subscriptions to the prefixes.
 
     Loss: it misses events published before its subscription arrived, while disconnected, and while its queue is full.
@@ -188,17 +203,84 @@ def subscriber(context: Context, address: str, topics: Iterable[bytes]) -> Socke
     socket = _made(context, zmq.SUB, hwm=CONTROL_HWM, linger_ms=0)
     for topic in topics:
         socket.setsockopt(zmq.SUBSCRIBE, topic)
-    return _connected(socket, address)
+    return _connected(socket, address, keys)
 
 
-def publisher(context: Context, address: str) -> Socket:
+def publisher(context: Context, address: str, keys: CurveKeys | None = None) -> Socket:
     """Create a service's PUB socket, connected to the broker's `publish`.
 
     Loss: it drops events while there is no broker, before the broker's subscription arrives, and above the high-water
     mark; it never blocks. It carries only numbered telemetry and progress, which later events supersede.
     """
     socket = _made(context, zmq.PUB, hwm=CONTROL_HWM, linger_ms=LINGER_MS)
-    return _connected(socket, address)
+    return _connected(socket, address, keys)
+
+
+def bind_local(socket: Socket, address: str) -> None:
+    """Bind a socket of the broker for clients of this host.
+
+    Raises:
+        AddressInUseError: The address is taken.
+        ConfigError: It cannot be bound.
+    """
+    socket.setsockopt(zmq.AFFINITY, LOCAL_THREAD)
+    _bound(socket, [address])
+
+
+def bind_remote(socket: Socket, addresses: Sequence[str], secret: str) -> str:
+    """Bind a socket of the broker to the first free address, for clients of other hosts; return that address.
+
+    The options hold for this address alone: libzmq copies them to a listener as it is bound.
+
+    Args:
+        socket: A socket in a context with two threads.
+        addresses: Addresses `tcp://HOST:PORT`, the port `*` for any.
+        secret: Secret key of the broker; the ZAP handler of the context decides who may enter. Empty lets everybody
+            enter, without encryption.
+
+    Raises:
+        AddressInUseError: All addresses are taken.
+        ConfigError: One cannot be bound.
+    """
+    socket.setsockopt(zmq.AFFINITY, REMOTE_THREAD)
+    socket.setsockopt(zmq.IPV6, int(addresses[0].startswith("tcp://[")))
+    if secret:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
+        socket.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler nobody enters
+    _bound(socket, addresses)
+    return address_of(socket)
+
+
+def zap_router(context: Context) -> Socket:
+    """Create the socket at which libzmq asks who may enter.
+
+    Loss: none within a process. A ROUTER, so that an unanswered question does not keep the next one from its answer.
+    """
+    socket = _made(context, zmq.ROUTER, hwm=0, linger_ms=0)
+    socket.bind(ZAP_ADDRESS)
+    return socket
+
+
+def address_of(socket: Socket) -> str:
+    """Return the last address that a socket was bound to."""
+    found = socket.getsockopt(zmq.LAST_ENDPOINT)
+    assert isinstance(found, bytes)
+    return found.rstrip(b"\0").decode()
+
+
+def _bound(socket: Socket, addresses: Sequence[str]) -> None:
+    """Bind to the first free address."""
+    for address in addresses:
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise ConfigError("broker.listen", f"cannot bind {address}: {error.strerror}") from None
+        else:
+            return
+    raise AddressInUseError(addresses[-1])
 
 
 def _made(context: Context, kind: int, *, hwm: int, linger_ms: int, max_frame_bytes: int = -1) -> Socket:
@@ -222,8 +304,12 @@ def _made(context: Context, kind: int, *, hwm: int, linger_ms: int, max_frame_by
     return socket
 
 
-def _connected(socket: Socket, address: str) -> Socket:
+def _connected(socket: Socket, address: str, keys: CurveKeys | None) -> Socket:
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+    if keys is not None:
+        socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
+        socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
+        socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -245,12 +331,23 @@ class Channel:
     methods raise ClosedError once the channel is closed.
     """
 
-    def __init__(self, socket: Socket) -> None:
+    def __init__(self, socket: Socket, handshakes: Handshakes | None = None) -> None:
         self._socket = socket
+        self._handshakes = handshakes
+        self._retry: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
         self._loop.add_reader(self._fd, self._look)
+        self._news = handshakes.fd if handshakes is not None else -1
+        if handshakes is not None:
+            self._loop.add_reader(self._news, self._shake)
+            self._shake()
+
+    @property
+    def problem(self) -> str:
+        """What the last handshake failed for; empty if it did not."""
+        return self._handshakes.problem if self._handshakes is not None else ""
 
     def try_send(self, frames: Sequence[Any], *, copy: bool = True) -> bool:
         """Send one message if the socket accepts it now; return whether it did."""
@@ -315,10 +412,28 @@ class Channel:
         if self._socket.closed:
             return
         self._loop.remove_reader(self._fd)
+        if self._handshakes is not None:
+            self._loop.remove_reader(self._news)
+            self._handshakes.close()
+        if self._retry is not None:
+            self._retry.cancel()
         for _, future in self._waiting:
             if not future.done():
                 future.set_exception(ClosedError())
         self._socket.close()
+
+    def _shake(self) -> None:
+        """Take the news of the handshakes; connect anew where that is due."""
+        assert self._handshakes is not None
+        now = time.monotonic()
+        self._handshakes.look(now)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+        if self._handshakes.due < math.inf:
+            self._retry = self._loop.call_later(self._handshakes.due - now, self._shake)
+        if self._waiting:
+            self._look()
 
     def _check_open(self) -> None:
         if self._socket.closed:

@@ -8,8 +8,8 @@ from pathlib import Path
 import uvloop
 
 from rolloutmq.bus.lifecycle import signals
-from rolloutmq.schemas.address import is_loopback
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.schemas.printable import printable
 from rolloutmq.services.dashboard.entry.sessions import Sessions
 from rolloutmq.services.dashboard.server import bind, link_of, serve

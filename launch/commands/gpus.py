@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from rolloutmq.bus.transport.endpoint import resolve_blocking
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.schemas.files import GpuRecord, RunLayout
@@ -59,7 +60,8 @@ def resolve(given: str, records: Sequence[GpuRecord]) -> str:
 
 
 def _order(run_dir: Path, request: CordonGpu | UncordonGpu) -> int:
-    with BlockingClient(resolve_blocking(run_dir, ANSWER_S).serve) as client:
+    found = resolve_blocking(run_dir, ANSWER_S)
+    with BlockingClient(found.serve, keys=keys_of(found)) as client:
         reply = client.request(request, ANSWER_S)
     assert isinstance(reply, GpuOrdered)
     record = _carried_out(run_dir, request.gpu, reply.order)

@@ -39,5 +39,5 @@ def replay(recorded: Path, run_dir: Path) -> int:
             f"replaying {recorded}; train with `rolloutmq trainer --run-dir {shell_word(os.path.relpath(layout.root))}`"
         )
         code = serve(recorded.resolve(), layout.root)
-        clear(resolved, layout)
+        clear(layout)
     return code

@@ -15,6 +15,7 @@ from rolloutmq.bus.engine_registry import FIRST, engines_of
 from rolloutmq.bus.files import private_file, require_private
 from rolloutmq.bus.rundir import load_run, read_run
 from rolloutmq.bus.transport.endpoint import resolve_blocking
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.results import conclude, print_report
 from rolloutmq.launch.rundir import (
@@ -128,7 +129,7 @@ def _put_away(layout: RunLayout) -> int:
     fate = fate_of(layout)
     left = layout.endpoints.exists()
     ended = end_strays(recorded(layout), STRAY_GRACE_S)
-    clear(config, layout)
+    clear(layout)
     layout.owner.unlink(missing_ok=True)
     what = f"ended {ended} remaining processes"
     match fate.life:
@@ -377,7 +378,8 @@ def report(run_dir: Path, *, as_json: bool, picture: Path | None = None, page: P
 
 
 def _ask(run_dir: Path, request: Request) -> Reply:
-    with BlockingClient(resolve_blocking(run_dir, ANSWER_S).serve) as client:
+    found = resolve_blocking(run_dir, ANSWER_S)
+    with BlockingClient(found.serve, keys=keys_of(found)) as client:
         return client.request(request, ANSWER_S)
 
 

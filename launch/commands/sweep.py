@@ -53,10 +53,10 @@ def sweep_run(root: Path) -> list[Path]:
     """Remove the leftovers of one run directory; return the removed paths."""
     layout = RunLayout(root)
     try:
-        config, _ = load_run(root)
+        load_run(root)
         with rundir.idle(root):
             before = [path for path in _handles(layout) if path.exists()]
-            rundir.clear(config, layout)
+            rundir.clear(layout)
     except RolloutMQError as error:
         logger.info("run skipped run=%s reason=%s", root, error)
         return []

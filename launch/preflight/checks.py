@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
-from rolloutmq.bus.transport.bindings import bind_host
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.launch.endings import TRAINER_NEEDS, ProblemsError, UserCodeError, problems_of, raise_all
 from rolloutmq.launch.preflight.hub import NAMED, described, lacks_dataset
 from rolloutmq.launch.preflight.model_files import check_model
@@ -25,7 +25,7 @@ from rolloutmq.launch.settings import load_part
 from rolloutmq.schemas.config.command import problem_of_secrets
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
-from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
 from rolloutmq.schemas.errors import (
     AddressInUseError,
     ConfigError,
@@ -36,6 +36,7 @@ from rolloutmq.schemas.errors import (
     install_remedy,
 )
 from rolloutmq.schemas.files import HubSource
+from rolloutmq.schemas.network.address import LISTEN_PORTS, listen_of
 from rolloutmq.services.curriculum.samplers.registry import check_samplers
 from rolloutmq.services.http_server.access import http_token
 from rolloutmq.services.inference.vllm.installed import require_vllm
@@ -186,13 +187,11 @@ def _of_the_run(config: RunConfig, sources: Sequence[HubSource], *, fetched: boo
         lambda: _check_batch(config),
         lambda: _check_normalization(config),
         lambda: http_token(config),
-        lambda: bind_host(config.broker) if config.broker.transport == "tcp" else None,
+        lambda: _check_listen(config),
         lambda: require_vllm(config.inference.vllm.python) if config.inference.kind == "vllm" else None,
         lambda: _check_packages(config),
         lambda: _check_inference_port(config.inference),
-        lambda: _check_port(
-            "telemetry", "metrics_", config.telemetry.metrics_host, config.telemetry.metrics_port
-        ),
+        lambda: _check_metrics_port(config.telemetry),
         *(partial(_raise, missing) for missing in missing_in(config.telemetry)),
         lambda: _check_teacher(config) if fetched and not models else None,
     )
@@ -341,13 +340,31 @@ def _check_teacher(config: RunConfig) -> None:
     )
 
 
+def _check_listen(config: RunConfig) -> None:
+    """Require the keys of the broker's listener, and that its ports are free."""
+    broker = config.broker
+    if broker.keys:
+        directory = KeyDirectory(config.base_dir / broker.keys)
+        directory.server()
+        directory.records()
+    listen = listen_of(broker.listen)
+    if listen is not None and listen.port:
+        for port in range(listen.port, listen.port + LISTEN_PORTS):
+            _check_port("broker.listen", "broker.listen", listen.host.strip("[]"), port)
+
+
 def _check_inference_port(inference: InferenceConfig) -> None:
     if inference.kind in {"tiny", "vllm"}:
-        _check_port("inference", "", inference.host, inference.port)
+        _check_port("inference.host", "inference.port", inference.host, inference.port)
 
 
-def _check_port(section: str, prefix: str, host: str, port: int) -> None:
-    """Require that an address can be bound, of the keys `host` and `port` of a section with this prefix."""
+def _check_metrics_port(telemetry: TelemetryConfig) -> None:
+    keys = ("telemetry.metrics_host", "telemetry.metrics_port")
+    _check_port(*keys, telemetry.metrics_host, telemetry.metrics_port)
+
+
+def _check_port(host_key: str, port_key: str, host: str, port: int) -> None:
+    """Require that an address can be bound; the keys are those of its host and its port."""
     if port == 0:
         return
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -357,10 +374,8 @@ def _check_port(section: str, prefix: str, host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise ConfigError(
-                    f"{section}.{prefix}host", f"cannot bind {host}:{port}: {error.strerror}"
-                ) from None
-            address = f"{host}:{port} ({section}.{prefix}port)"
+                raise ConfigError(host_key, f"cannot bind {host}:{port}: {error.strerror}") from None
+            address = f"{host}:{port} ({port_key})"
             raise AddressInUseError(address, _listener(port)) from None
 
 

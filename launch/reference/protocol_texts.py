@@ -255,7 +255,8 @@ Version {envelope.PROTOCOL_VERSION} of the protocol between the broker and its c
 
 ## Sockets
 
-The broker binds four ZeroMQ sockets. Their addresses are in `RUN_DIR/endpoints.json`, and in the reply to `GetInfo`.
+The broker binds four ZeroMQ sockets, each for the clients of its host, and for those of others if `broker.listen` is
+set. Their addresses are in `RUN_DIR/endpoints.json`, and in the reply to `GetInfo`.
 
 | socket | broker | client | carries | loss |
 |---|---|---|---|---|
@@ -265,10 +266,12 @@ The broker binds four ZeroMQ sockets. Their addresses are in `RUN_DIR/endpoints.
 | `publish` | XSUB | PUB (trainer, orchestrator, telemetry) | events for `events` | \
 The next sample replaces a lost one. |
 
-- With `broker.transport = "ipc"` the sockets lie in `RUN_DIR/sockets` (mode 0700), or in a directory below the
-  system's temporary one if the path is too long. With `tcp` the system chooses the ports.
-- The protocol has neither authentication nor encryption. Access to the socket directory or the ports is access to
-  the run. A `broker.host` other than loopback needs `broker.insecure = true` ([configuration](configuration.md)).
+- Clients of the host use unix sockets in `RUN_DIR/sockets` (mode 0700), or in a directory below the system's temporary
+  one if the path is too long. They need no key: access to the directory is access to the run.
+- `broker.listen` is the address of `serve` by TCP; `ingest`, `events` and `publish` have the next three ports, which
+  are in `InfoReply.ports`. A client keeps the host that it dialed. It speaks CURVE with the keys of `rolloutmq keys
+  new`, and the broker answers by ZAP who may enter ([clusters](../clusters.md)). With `broker.insecure = true` the
+  sockets have the NULL mechanism, and everybody who reaches them may use the run.
 - A SUB socket matches prefixes. Topics of one receiver therefore end in `/`, and a receiver compares the whole topic.
 
 ## Messages

@@ -1,6 +1,6 @@
 """`[broker]`: the queue, its journal and its limits."""
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Self
 
 from pydantic import (
     Field,
@@ -8,9 +8,11 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from rolloutmq.schemas.config.base import MIB, Section
+from rolloutmq.schemas.network.address import problem_of_listen
 from rolloutmq.schemas.wire.replies import Durability
 
 SEQUENCE_BYTES: Final = 13
@@ -23,13 +25,14 @@ TOKEN_BYTES: Final = 5
 class BrokerConfig(Section):
     """`[broker]`: the queue, its journal and its limits."""
 
-    transport: Literal["ipc", "tcp"] = "ipc"
-    """`ipc`: unix sockets in a private directory, for one machine. `tcp`: the broker binds `host`; the system chooses
-    the ports."""
-    host: str = "127.0.0.1"
-    """Address to bind with `transport = "tcp"`."""
+    listen: str = ""
+    """Address for clients of other hosts, such as `tcp://0.0.0.0:7760`: they need a key. The broker binds this port and
+    the next three; with port 0 the system chooses. Clients of this host use unix sockets in a private directory, with
+    or without it."""
+    keys: str = ""
+    """Directory of `rolloutmq keys init`, relative to the configuration, with the keys that may enter by `listen`."""
     insecure: bool = False
-    """Allow plain TCP on an address within reach of other machines. It is neither encrypted nor authenticated."""
+    """Let everybody who reaches `listen` use the run, without a key and without encryption."""
     durability: Durability = Durability.DISK
     """What an ack survives. `disk`: a power cut; `os`: a killed broker; `memory`: neither."""
     commit_ms: NonNegativeFloat = 10.0
@@ -38,8 +41,8 @@ class BrokerConfig(Section):
     segment_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 32)] = 256 * MIB
     """Size of a journal segment. The broker deletes a segment once it needs none of its groups."""
     shared_memory: bool = True
-    """With `ipc`, producers on this host put groups into shared memory that broker and trainers read. Off: they send
-    them through the sockets."""
+    """Producers on this host put groups into shared memory that broker and trainers read. Off: they send them through
+    the sockets."""
     ram_bytes: PositiveInt = 256 * MIB
     """Groups kept in memory. The broker reads the others from the journal when a batch needs them. At durability
     `memory` all groups stay in memory."""
@@ -84,3 +87,9 @@ class BrokerConfig(Section):
     silent_env_s: PositiveFloat = 30.0
     """An environment without deliveries for this long is left out when rollouts are divided, and no batch waits for its
     minimum share."""
+
+    @model_validator(mode="after")
+    def _listen_with_keys(self) -> Self:
+        if problem := problem_of_listen(self.listen, self.keys, insecure=self.insecure):
+            raise ValueError(problem)
+        return self

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from rolloutmq.schemas.address import problem_of_host
 from rolloutmq.schemas.config.base import NameText, Section
+from rolloutmq.schemas.network.address import problem_of_host
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
 
 

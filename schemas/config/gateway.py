@@ -4,8 +4,8 @@ from typing import Annotated, Final, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from rolloutmq.schemas.address import problem_of_host
 from rolloutmq.schemas.config.base import Section
+from rolloutmq.schemas.network.address import problem_of_host
 
 MIB: Final = 1 << 20
 

@@ -11,8 +11,8 @@ from pydantic import (
     model_validator,
 )
 
-from rolloutmq.schemas.address import problem_of_host
 from rolloutmq.schemas.config.base import MIB, PROCESSES_LIMIT, Section
+from rolloutmq.schemas.network.address import problem_of_host
 
 _ONE_READ: Final = (
     "scheduler and worker must be one process that takes one step under one read lock; for weights that are sent see "

@@ -11,7 +11,6 @@ from pydantic import (
     model_validator,
 )
 
-from rolloutmq.schemas.address import problem_of_host
 from rolloutmq.schemas.config.base import MIB, Fraction, NameText, Section
 from rolloutmq.schemas.config.broker import SEQUENCE_BYTES, TOKEN_BYTES, BrokerConfig
 from rolloutmq.schemas.config.command import placeholders_of
@@ -23,6 +22,7 @@ from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.orchestrator import HardwareConfig, OrchestratorConfig
 from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig, WeightsConfig
+from rolloutmq.schemas.network.address import problem_of_host
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
 
 PROGRAM_NAME_CHARS: Final = 48

@@ -369,6 +369,8 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     """Their tokens."""
     free_environments: Count = 0
     """Further environments that the broker can take now."""
+    insecure: str = ""
+    """Address by which whoever reaches it may use the run, as `broker.insecure` allows; empty for none."""
 
     @property
     def waits_s(self) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The base of control messages, and the envelope of groups: protocol version 3.
+"""The base of control messages, and the envelope of groups: protocol version 4.
 
 A control message is one frozen class with a `kind` tag. Unknown fields and kinds are refused. Requests, replies and
 events are separate unions, so a reader can match them exhaustively.
@@ -21,7 +21,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """Base of all control messages: a msgpack map with a `kind`."""
 
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 
 ENVELOPE_LIMIT_BYTES: Final = 4096
 """Largest envelope; the broker never decodes more of a message."""
@@ -237,3 +237,5 @@ class ErrorCode(StrEnum):
     CONFLICT = "conflict"
     """The request contradicts an earlier one, for example with another world size for the same step."""
     INVALID = "invalid"
+    FORBIDDEN = "forbidden"
+    """The key of the client may not do this, or the name belongs to another key."""

@@ -23,6 +23,8 @@ from rolloutmq.schemas.wire.envelope import (
 )
 from rolloutmq.schemas.wire.tasks import TaskReply
 
+Port = Annotated[int, Meta(ge=1, le=65535)]
+
 GAP_WINDOW = 1024
 """Window of sequence numbers above the cumulative one; the broker refuses groups beyond it."""
 
@@ -229,8 +231,9 @@ class Settled(Message, tag="settled", frozen=True, kw_only=True):
 class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
     """Reply to `GetInfo`, with the addresses to connect to.
 
-    `arena_bytes` is the size of an arena that a producer on the same host may offer; 0 means that the broker reads
-    none.
+    `ingest`, `events` and `publish` are addresses on the broker's host. `ports` are the ports of the same sockets for a
+    client that came by `broker.listen`; their host is the one that it dialed. `arena_bytes` is the size of an arena
+    that a producer on the same host may offer; 0 means that the broker reads none.
     """
 
     epoch: Count
@@ -238,6 +241,8 @@ class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
     ingest: str
     events: str
     publish: str
+    ports: Annotated[tuple[Port, ...], Meta(max_length=3)] = ()
+    """Ports of `ingest`, `events` and `publish`."""
     max_group_bytes: Count
     arena_bytes: Count = 0
     environments: tuple[Name, ...] = ()

@@ -171,6 +171,10 @@ class BrokerCore:
         self._tasks.serve(now)
         return self._state.outbox.take()
 
+    def bound(self, endpoints: Endpoints) -> None:
+        """Tell clients these addresses from now on."""
+        self._state.endpoints = endpoints
+
     def request(self, route: Route, request: Request, now: float, wall: float) -> list[Action]:
         """Serve one request; a pull may be answered by a later call. `route` is returned with the reply."""
         if isinstance(request, Pull):

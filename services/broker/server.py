@@ -1,6 +1,7 @@
 """The broker process: claim the run directory, bind, serve, save.
 
-    start   claim and bind the sockets, restore the previous life, write the addresses to `endpoints.json`
+    start   claim and bind the sockets, restore the previous life, bind `broker.listen`, write the addresses to
+            `endpoints.json`
     serve   the data plane in a thread of its own; the journal in another
     end     on a signal, on `Shutdown`, or on leaving the block: accept what has arrived, make the state durable,
             remove `endpoints.json`, close
@@ -11,28 +12,30 @@ state to `saved.rmq`. The two are never mixed in one run directory.
 
 import asyncio
 import contextlib
-import errno
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import zmq
+from msgspec.structs import replace
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.lifecycle import gc_paused
 from rolloutmq.bus.rundir import load_run, usable, write_json
 from rolloutmq.bus.shm.arena import MappedArena
 from rolloutmq.bus.transport import sockets
-from rolloutmq.bus.transport.bindings import SOCKETS, bindings, claim, connectable
+from rolloutmq.bus.transport.bindings import SOCKETS, bindings, claim, listen_addresses
 from rolloutmq.bus.transport.endpoint import read_endpoints
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import AddressInUseError, ConfigError, MalformedError
+from rolloutmq.schemas.errors import ConfigError, MalformedError
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.wire.envelope import ENVELOPE_LIMIT_BYTES
 from rolloutmq.schemas.wire.replies import Durability
@@ -45,8 +48,11 @@ from rolloutmq.services.broker.io.data_plane import (
     DataPlane,
     Waker,
 )
+from rolloutmq.services.broker.io.door import Door
+from rolloutmq.services.broker.io.gatekeeper import Gatekeeper, KnownKeys
 from rolloutmq.services.broker.io.line_log import LineLog
 from rolloutmq.services.broker.io.memory_guard import MemoryAccounts, MemoryGuard
+from rolloutmq.services.broker.io.owner_log import OwnerLog
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 from rolloutmq.services.broker.journal.format.events import Began
 from rolloutmq.services.broker.journal.journal import Journal
@@ -63,8 +69,6 @@ logger = logging.getLogger(__name__)
 
 JOURNAL_DESCRIPTORS: Final = 64
 """Descriptors reserved for the journal, which takes them one by one when clients have used up the others."""
-IO_THREADS: Final = 1
-"""Threads of the socket library."""
 
 
 class Broker:
@@ -127,7 +131,8 @@ def running_broker(
     Raises:
         AddressInUseError: Another broker lives in this run directory, or a port is taken.
         UnusablePathError: The run directory cannot be read or written.
-        ConfigError: `broker.host` cannot be bound, or must not be.
+        ConfigError: `broker.listen` cannot be bound, or its keys cannot be used.
+        MissingError, NotPrivateError: The key directory is missing, or open to others.
         RecordVersionError: Another version wrote files of the run directory; none of them was changed.
     """
     with contextlib.ExitStack() as stack:
@@ -151,16 +156,17 @@ def _started(
     """Start a broker that ends with `stack`. OSError: the file system refuses a file of the run directory."""
     require_own_records(layout)  # before the claim, which writes its lock
     epoch = stack.enter_context(claim(layout))
-    addresses = stack.enter_context(bindings(config.broker, layout))
-    context = sockets.make_context(IO_THREADS)
+    previous = _previous_endpoints(layout)
+    addresses = stack.enter_context(bindings(layout))
+    context = sockets.make_context(2 if config.broker.listen else 1)
     stack.callback(context.term)
-    bound = _make_sockets(context, config.broker)
+    listener = _listener(config, context, stack)
+    bound = _make_sockets(context, config.broker, remote=listener is not None)
     stack.callback(bound.close)
-    endpoints = _bind(bound, addresses, _previous_endpoints(layout), epoch)
+    endpoints = _bind(bound, addresses, epoch)
     wake = Waker()
     stack.callback(wake.close)
     ram = None if config.broker.durability is Durability.MEMORY else BodyMemory(config.broker.ram_bytes)
-    shared_memory = config.broker.transport == "ipc" and config.broker.shared_memory
     journal: Journal | None = None
     if recording is not None:
         now, wall = time.monotonic(), time.time()
@@ -171,7 +177,7 @@ def _started(
             epoch=epoch,
             endpoints=endpoints,
             ram=ram,
-            open_arena=MappedArena if shared_memory else None,
+            open_arena=MappedArena if config.broker.shared_memory else None,
             host=own_host(),
         )
         stack.callback(core.close)
@@ -182,9 +188,17 @@ def _started(
     )
     _reconcile(core, dead)
     accounts = MemoryAccounts(core, ram, journal)
-    memory_guard = MemoryGuard(bound.all, config.broker.overhead_bytes, accounts) if alone else None
+    memory_guard = MemoryGuard(bound.addresses, config.broker.overhead_bytes, accounts) if alone else None
     logs = BrokerLogs(dropped, settled)
-    plane = DataPlane(core, bound, logs, dead, config.broker.max_group_bytes, wake, journal, memory_guard)
+    door = None
+    if listener is not None:
+        # Not before: while the state is restored nobody could answer who may enter.
+        endpoints = listener.bind(bound, endpoints, previous)
+        core.bound(endpoints)
+        door = listener.door(layout, endpoints.listen)
+    plane = DataPlane(
+        core, bound, logs, dead, config.broker.max_group_bytes, wake, journal, memory_guard, door
+    )
     broker = Broker(core, plane, endpoints, on_end)
     stack.callback(layout.endpoints.unlink, missing_ok=True)
     write_json(layout.endpoints, endpoints)
@@ -192,6 +206,12 @@ def _started(
     broker.start()
     durability = config.broker.durability.value
     logger.info("broker ready serve=%s epoch=%d durability=%s", endpoints.serve, epoch, durability)
+    if endpoints.insecure:
+        logger.warning(
+            "insecure=true: whoever reaches %s may use the run; set broker.keys", endpoints.listen[0]
+        )
+    elif endpoints.listen:
+        logger.info("listening with keys serve=%s", endpoints.listen[0])
     return broker
 
 
@@ -231,48 +251,69 @@ async def _serve_replay(recorded: Path, run_dir: Path, stop: Stop) -> None:
             await stop.wait()
 
 
-def _make_sockets(context: sockets.Context, config: BrokerConfig) -> BrokerSockets:
+def _make_sockets(context: sockets.Context, config: BrokerConfig, *, remote: bool) -> BrokerSockets:
     largest = max(config.max_group_bytes, ENVELOPE_LIMIT_BYTES)
     bound = BrokerSockets(
         ingest=sockets.ingest_pull(context, largest),
         serve=sockets.serve_router(context, REQUEST_LIMIT_BYTES),
         events=sockets.events_xpub(context),
         publish=sockets.publish_xsub(context, EVENT_LIMIT_BYTES),
+        remote_ingest=sockets.ingest_pull(context, largest) if remote else None,
     )
+    if remote:
+        bound.events.setsockopt(zmq.XPUB_MANUAL, 1)  # the door decides which topics a peer hears
     for prefix in topics.FORWARDED:
         bound.publish.send(b"\x01" + prefix)
     return bound
 
 
-def _bind(
-    bound: BrokerSockets, addresses: dict[str, str], previous: Endpoints | None, epoch: int
-) -> Endpoints:
-    found = {}
+def _bind(bound: BrokerSockets, addresses: dict[str, str], epoch: int) -> Endpoints:
     for name in SOCKETS:
-        socket = getattr(bound, name)
-        address = addresses[name]
-        wanted = [address]
-        if previous is not None and address.endswith(":*"):
-            # Peers of a killed broker still try its ports; with new ports they would wait for ever.
-            port = getattr(previous, name).rpartition(":")[2]
-            wanted.insert(0, f"{address.removesuffix('*')}{port}")
-        _bind_first(socket, wanted)
-        found[name] = connectable(socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0").decode())
-    return Endpoints(**found, pid=os.getpid(), epoch=epoch)
+        sockets.bind_local(getattr(bound, name), addresses[name])
+    bound.addresses.extend(addresses.values())
+    ingest, serve, events, publish = (addresses[name] for name in SOCKETS)
+    return Endpoints(ingest=ingest, serve=serve, events=events, publish=publish, pid=os.getpid(), epoch=epoch)
 
 
-def _bind_first(socket: sockets.Socket, addresses: list[str]) -> None:
-    """Bind to the first free address."""
-    socket.setsockopt(zmq.IPV6, int(addresses[-1].startswith("tcp://[")))
-    for address in addresses:
-        try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise ConfigError("broker.host", f"cannot bind {address}: {error.strerror}") from None
-        else:
-            return
-    raise AddressInUseError(addresses[-1])
+@dataclass(frozen=True)
+class _Listener:
+    """`broker.listen`, before it is bound."""
+
+    config: BrokerConfig
+    secret: str
+    """Secret key of the broker; empty if nobody needs a key."""
+    gatekeeper: Gatekeeper | None
+
+    def bind(self, bound: BrokerSockets, endpoints: Endpoints, previous: Endpoints | None) -> Endpoints:
+        """Bind the sockets for clients of other hosts, too; return the addresses with theirs."""
+        before = previous.listen if previous is not None else ()
+        listen = tuple(
+            sockets.bind_remote(bound.remote(name), wanted, self.secret)
+            for name, wanted in listen_addresses(self.config.listen, before)
+        )
+        bound.addresses.extend(listen)
+        return replace(endpoints, listen=listen, insecure=not self.secret)
+
+    def door(self, layout: RunLayout, addresses: Sequence[str]) -> Door:
+        """Return the rules for what comes by these addresses."""
+        if self.gatekeeper is None:
+            return Door(None, None, addresses)
+        log = OwnerLog(layout.owners, self.gatekeeper.keys.roles)
+        return Door(self.gatekeeper, log, addresses)
+
+
+def _listener(config: RunConfig, context: sockets.Context, stack: contextlib.ExitStack) -> _Listener | None:
+    """Return what `broker.listen` asks for, None if there is none; raises what `KeyDirectory.records` raises."""
+    broker = config.broker
+    if not broker.listen:
+        return None
+    if not broker.keys:
+        return _Listener(broker, "", None)
+    directory = KeyDirectory(config.base_dir / broker.keys)
+    secret, keys = directory.server().secret, KnownKeys(directory)
+    questions = sockets.zap_router(context)
+    stack.callback(questions.close)
+    return _Listener(broker, secret, Gatekeeper(questions, keys))
 
 
 def _previous_endpoints(layout: RunLayout) -> Endpoints | None:

@@ -21,6 +21,7 @@ from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.tasks.client import Task, TaskClient
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import EnvironmentFailedError, TasksFullError
@@ -202,7 +203,8 @@ class Reports:
         endpoints = endpoints_of(self._layout)
         if endpoints is not None and endpoints.publish != self._address:
             self.close()
-            self._address, self._publisher = endpoints.publish, Publisher(endpoints.publish)
+            self._address = endpoints.publish
+            self._publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))
         if self._publisher is not None:
             self._publisher.publish(topics.telemetry("curriculum", progress.env), progress)
 

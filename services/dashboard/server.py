@@ -15,9 +15,9 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.transport.bindings import http_url
-from rolloutmq.schemas.address import is_loopback
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, UsageError
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.services.dashboard.app import ERROR_HEADERS, DashboardApp
 from rolloutmq.services.dashboard.entry.handover import opened
 from rolloutmq.services.dashboard.entry.sessions import Sessions, link

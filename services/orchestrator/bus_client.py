@@ -15,6 +15,7 @@ from typing import Final
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.engine_registry import FIRST
 from rolloutmq.bus.rundir import read_json, wait_json
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher, Subscriber
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.bus.transport.sockets import make_context
@@ -84,10 +85,11 @@ class BusClient:
         with ExitStack() as stack:
             context = make_context()
             stack.callback(context.term)
-            self._publisher = stack.enter_context(Publisher(endpoints.publish, context))
+            keys = keys_of(endpoints)
+            self._publisher = stack.enter_context(Publisher(endpoints.publish, context, keys))
             async with (
-                BrokerClient(endpoints.serve, context) as client,
-                Subscriber(endpoints.events, HEARD, context) as events,
+                BrokerClient(endpoints.serve, context, keys) as client,
+                Subscriber(endpoints.events, HEARD, context, keys) as events,
                 asyncio.TaskGroup() as tasks,
             ):
                 drains = tasks.create_task(self._carry_drains(client), name="drains")

@@ -17,6 +17,7 @@ from typing import Final
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.run import TelemetryConfig
 from rolloutmq.schemas.files import RunLayout
@@ -106,4 +107,4 @@ class LatencyPublisher:
         if self._publisher is not None:
             self._publisher.close()
         self._address, self._publisher = endpoints.publish, None
-        self._publisher = Publisher(endpoints.publish)
+        self._publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))

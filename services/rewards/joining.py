@@ -13,6 +13,7 @@ from typing import Any
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.files import PRIVATE_DIRECTORY
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.health import HealthFinding
@@ -84,7 +85,8 @@ class FindingOutlet:
         if endpoints is None or endpoints.publish == self._address:
             return
         self.close()
-        self._address, self._publisher = endpoints.publish, Publisher(endpoints.publish)
+        self._address = endpoints.publish
+        self._publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))
 
     def close(self) -> None:
         """Close the connection; the last findings have half a second to leave."""

@@ -20,6 +20,7 @@ from rolloutmq.bus.engine_registry import EngineWatch, engines_of
 from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
@@ -169,7 +170,8 @@ class Telemetry:
                 if endpoints is not None and endpoints.publish != address:
                     if publisher is not None:
                         publisher.close()
-                    address, publisher = endpoints.publish, Publisher(endpoints.publish)
+                    address = endpoints.publish
+                    publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))
                 if publisher is not None:
                     for event in await sample(time.time()):
                         publisher.publish(topic_of(event), event)

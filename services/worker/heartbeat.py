@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.rundir import read_json, wait_json
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Subscriber
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.errors import RolloutMQError, WireError
@@ -59,10 +60,10 @@ class Heartbeat:
         """Send heartbeats and listen for orders until cancelled."""
         while True:
             endpoints = await wait_json(self._layout.endpoints, Endpoints)
-            topic = topics.control(self._worker)
+            topic, keys = topics.control(self._worker), keys_of(endpoints)
             async with (
-                BrokerClient(endpoints.serve) as client,
-                Subscriber(endpoints.events, [topic]) as subscriber,
+                BrokerClient(endpoints.serve, keys=keys) as client,
+                Subscriber(endpoints.events, [topic], keys=keys) as subscriber,
                 asyncio.TaskGroup() as tasks,
             ):
                 listener = tasks.create_task(self._listen(subscriber), name=f"{self._worker} control")
@@ -74,7 +75,7 @@ class Heartbeat:
         endpoints = read_json(self._layout.endpoints, Endpoints)
         if endpoints is None:
             return
-        async with BrokerClient(endpoints.serve) as client:
+        async with BrokerClient(endpoints.serve, keys=keys_of(endpoints)) as client:
             try:
                 await client.request(self._beat(), timeout_s=LAST_S)
             except RolloutMQError as error:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rolloutmq.bus.producer.credit import Permit
     from rolloutmq.bus.tasks.client import BlockingTaskClient, Task, TaskClient
     from rolloutmq.bus.tasks.taker import TaskTaker
+    from rolloutmq.bus.transport.remote import Remote, remote
     from rolloutmq.schemas.errors import (
         AddressInUseError,
         BrokerUnavailableError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         InvalidTaskError,
         JournalFailedError,
         JournalWaitsError,
+        KeyRefusedError,
         LeaseLostError,
         LimitExceededError,
         MalformedError,
@@ -132,6 +134,8 @@ __all__ += ["TaskTaker"]
 _live_in("rolloutmq.bus.tasks.taker")
 __all__ += ["BlockingTaskClient", "Task", "TaskClient"]
 _live_in("rolloutmq.bus.tasks.client")
+__all__ += ["Remote", "remote"]
+_live_in("rolloutmq.bus.transport.remote")
 __all__ += ["Durability", "Rejected", "RunInfo", "Settled", "Wait"]
 _live_in("rolloutmq.schemas.wire.replies")
 __all__ += ["EnvironmentScores", "EvaluationDone"]
@@ -158,6 +162,7 @@ __all__ += [
     "InvalidTaskError",
     "JournalFailedError",
     "JournalWaitsError",
+    "KeyRefusedError",
     "LeaseLostError",
     "LimitExceededError",
     "MalformedError",

@@ -276,7 +276,7 @@ async def trained(run_dir: Path) -> list[Group]:
     untold = set(REASONS)
     async with (
         Consumer.open(run_dir, sequences=SEQUENCES) as consumer,
-        BrokerClient(await serve_address(run_dir)) as client,
+        BrokerClient((await serve_address(run_dir))[0]) as client,
     ):
         async for batch in consumer:
             groups += batch.groups

@@ -24,6 +24,7 @@ from tests.faults.support.processes import (
     wait_until,
 )
 
+from benchmarks.harness.listening import free_listen
 from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
 from rolloutmq.bus.producer import connection
 from rolloutmq.bus.producer.client import BlockingProducer, Producer
@@ -46,13 +47,13 @@ def run_dir(tmp_path: Path) -> Path:
     return path
 
 
-def producing(run_dir: Path, **options: Any) -> BlockingProducer:
-    return Producer.blocking(run_dir, env="e", producer="p", group_size=SEQUENCES, **options)
+def producing(where: Path | str, **options: Any) -> BlockingProducer:
+    return Producer.blocking(where, env="e", producer="p", group_size=SEQUENCES, **options)
 
 
 @contextmanager
-def training(run_dir: Path) -> Iterator[BlockingConsumer]:
-    with Consumer.blocking(run_dir, sequences=BATCH * SEQUENCES) as consumer:
+def training(where: Path | str) -> Iterator[BlockingConsumer]:
+    with Consumer.blocking(where, sequences=BATCH * SEQUENCES) as consumer:
         yield consumer
 
 
@@ -165,10 +166,12 @@ def test_a_trainer_that_dies_under_its_lease_leaves_every_slot_as_it_was(run_dir
 
 def test_over_tcp_groups_travel_as_frames(run_dir: Path) -> None:
     names = [f"p-{i}" for i in range(8)]
-    with BrokerProcess(run_dir, config(transport="tcp")), producing(run_dir) as producer:
+    address = free_listen()
+    settings = config(listen=address, insecure=True)
+    with BrokerProcess(run_dir, settings), producing(address) as producer:
         send(producer, names)
         assert producer.as_frames == status(run_dir).as_frames == {"not_offered": 8}
-        with training(run_dir) as consumer:
+        with training(address) as consumer:
             batches = train_all(consumer, 8)
     assert names_of(batches) == names
     assert in_place(batches) == 0

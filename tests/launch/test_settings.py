@@ -125,7 +125,8 @@ def test_variables_without_nesting_are_not_ours(file: Path) -> None:
         ("environment.sort3.wieght=1", "environment.sort3.wieght", ["`weight`", "group_size"]),
         ("broker.high_bytes=lots", "broker.high_bytes", ["integer", "'lots'"]),
         ("broker.high_bytes=-1", "broker.high_bytes", ["greater than 0", "-1"]),
-        ("broker.transport=udp", "broker.transport", ["'ipc' or 'tcp'", "'udp'"]),
+        ("broker.listen=udp://h:1", "broker.listen", ["tcp://HOST:PORT", "'udp://h:1'"]),
+        ("broker.listen=tcp://0.0.0.0:7760", "broker.listen", ["needs keys", "keys init"]),
         ("run.name=a/b", "run.name", ["must be 1 to 64 letters", "'a/b'"]),
         (
             "environment.sort3.min_workers=5",

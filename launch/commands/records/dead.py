@@ -9,6 +9,7 @@ import msgspec
 
 from rolloutmq.bus.encoding.codec import decode_group
 from rolloutmq.bus.transport.endpoint import resolve_blocking
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.commands.records.explain import history
 from rolloutmq.launch.commands.steer import ANSWER_S
@@ -61,8 +62,8 @@ def requeue(run_dir: Path, group_ids: Sequence[str], *, every: bool) -> int:
     """
     if bool(group_ids) == every:
         return complain("dead requeue: name the groups, or pass --all", USAGE)
-    address = resolve_blocking(run_dir, ANSWER_S).serve
-    with BlockingClient(address) as client:
+    found = resolve_blocking(run_dir, ANSWER_S)
+    with BlockingClient(found.serve, keys=keys_of(found)) as client:
         reply = client.request(Requeue(groups=tuple(group_ids)), ANSWER_S)
     if not isinstance(reply, Requeued):
         return complain(f"unexpected reply from the broker (got {type(reply).__name__})", FAILED)

@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
@@ -27,7 +27,7 @@ from rolloutmq.bus.transport.sockets import Socket
 from rolloutmq.schemas.errors import MalformedError, WireError
 from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire.control import Requeue
-from rolloutmq.schemas.wire.envelope import GroupHeader
+from rolloutmq.schemas.wire.envelope import Envelope, GroupHeader
 from rolloutmq.schemas.wire.replies import ErrorReply
 from rolloutmq.schemas.wire.replies import Reply as ReplyMessage
 from rolloutmq.services.broker.actions import (
@@ -44,9 +44,17 @@ from rolloutmq.services.broker.actions import (
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.io.admission import Admission
 from rolloutmq.services.broker.io.deferred_replies import DeferredReplies
+from rolloutmq.services.broker.io.door import Door
 from rolloutmq.services.broker.io.fd_guard import FdGuard
 from rolloutmq.services.broker.io.memory_guard import MemoryGuard
-from rolloutmq.services.broker.io.receive import discard, receive, receive_small, route_of
+from rolloutmq.services.broker.io.receive import (
+    Arrival,
+    discard,
+    receive,
+    receive_small,
+    receive_small_frames,
+    route_of,
+)
 from rolloutmq.services.broker.io.stale_log import StaleLog
 from rolloutmq.services.broker.journal.dead_letters import DeadGroup, DeadLetterStore
 from rolloutmq.services.broker.journal.journal import Journal
@@ -113,16 +121,29 @@ IDLE_S: Final = 60.0
 
 @dataclass(frozen=True)
 class BrokerSockets:
-    """The four sockets, bound."""
+    """The four sockets, and the addresses they are bound to."""
 
     ingest: Socket
     serve: Socket
     events: Socket
     publish: Socket
+    remote_ingest: Socket | None = None
+    """A second one for the groups of other hosts, so that those of this host cost no look at their sender."""
+    addresses: list[str] = field(default_factory=list)
+
+    def remote(self, name: str) -> Socket:
+        """Return the socket for clients of other hosts."""
+        socket = self.remote_ingest if name == "ingest" else getattr(self, name)
+        assert isinstance(socket, zmq.Socket)
+        return socket
 
     @property
-    def all(self) -> tuple[Socket, Socket, Socket, Socket]:
-        return self.ingest, self.serve, self.events, self.publish
+    def ingests(self) -> tuple[Socket, ...]:
+        return (self.ingest,) if self.remote_ingest is None else (self.ingest, self.remote_ingest)
+
+    @property
+    def all(self) -> tuple[Socket, ...]:
+        return *self.ingests, self.serve, self.events, self.publish
 
     def close(self) -> None:
         for socket in self.all:
@@ -155,6 +176,7 @@ class DataPlane:
         wake: Waker,
         journal: Journal | None = None,
         memory_guard: MemoryGuard | None = None,
+        door: Door | None = None,
     ) -> None:
         self.core = core
         self._journal = journal
@@ -169,8 +191,9 @@ class DataPlane:
         """How often reading `ingest` paused, by reason."""
         self._sockets = sockets
         self._stale_log = StaleLog()
-        self._fd_guard = FdGuard(sockets.all)
+        self._fd_guard = FdGuard(sockets.addresses)
         self._memory_guard = memory_guard
+        self._door = door
         self._logs = logs
         self._max_group_bytes = max_group_bytes
         self._admission = Admission(journal, max_group_bytes)
@@ -180,6 +203,8 @@ class DataPlane:
         self._poller.register(self._wake, zmq.POLLIN)
         for socket in (sockets.serve, sockets.events, sockets.publish):
             self._poller.register(socket, zmq.POLLIN)
+        if door is not None and door.questions is not None:
+            self._poller.register(door.questions, zmq.POLLIN)
         self._reading = False
 
     def stop(self) -> None:
@@ -208,10 +233,12 @@ class DataPlane:
     def _wait(self, due: float) -> set[object]:
         reading = self._accepts_groups()
         if reading != self._reading:
-            if reading:
-                self._poller.register(self._sockets.ingest, zmq.POLLIN)
-            else:
-                self._poller.unregister(self._sockets.ingest)
+            for socket in self._sockets.ingests:
+                if reading:
+                    self._poller.register(socket, zmq.POLLIN)
+                else:
+                    self._poller.unregister(socket)
+            if not reading:
                 self._count(self.pauses, self._pause_reason(), "ingest paused")
             self._reading = reading
         if self._journal is not None:
@@ -221,6 +248,8 @@ class DataPlane:
         due = min(
             due, self._fd_guard.due, self._memory_guard.due if self._memory_guard is not None else math.inf
         )
+        if self._door is not None:
+            due = min(due, self._door.due)
         left_s = min(max(due - time.monotonic(), 0.0), IDLE_S)
         return {socket for socket, _ in self._poller.poll(math.ceil(left_s * 1e3))}
 
@@ -237,14 +266,22 @@ class DataPlane:
     def _round(self, readable: set[object]) -> None:
         sockets = self._sockets
         self._wake.clear()
+        self._open_door()
         if sockets.serve in readable:
             self._burst(self._serve_one)
         if sockets.events in readable:
             self._burst(self._events_one)
         if sockets.publish in readable:
             self._burst(self._publish_one)
-        if sockets.ingest in readable or self._admission:
-            self._ingest(BURST_MESSAGES, BURST_BYTES)
+        for socket in sockets.ingests:
+            if socket in readable or self._admission:
+                self._ingest(socket, BURST_MESSAGES, BURST_BYTES)
+
+    def _open_door(self) -> None:
+        """Answer who may enter: clients wait for it with their first message."""
+        if self._door is not None:
+            for reason in self._door.look(time.monotonic()):
+                self._reject(f"listen: {reason}")
 
     def _tick(self, due: float) -> None:
         # Messages of this round may have moved the deadline, forward or back: the earlier one counts.
@@ -266,7 +303,8 @@ class DataPlane:
             return
         self._reject("sockets: unfinished messages")
         if not self._accepts_groups():
-            discard(self._sockets.ingest, now + DISCARD_S)
+            for socket in self._sockets.ingests:
+                discard(socket, now + DISCARD_S)
 
     def _commit(self) -> None:
         """Advance the journal, and send the replies that became durable."""
@@ -281,9 +319,10 @@ class DataPlane:
 
     def _drain(self) -> None:
         until = time.monotonic() + DRAIN_S
-        while self._accepts_groups() and self._sockets.ingest.poll(QUIET_MS) and time.monotonic() < until:
-            self._ingest(BURST_MESSAGES, BURST_BYTES)
-            self._commit()
+        for socket in self._sockets.ingests:
+            while self._accepts_groups() and socket.poll(QUIET_MS) and time.monotonic() < until:
+                self._ingest(socket, BURST_MESSAGES, BURST_BYTES)
+                self._commit()
         self._burst(self._serve_one)
         self._perform(self.core.tick(time.monotonic(), time.time()))
         self._perform(self.core.final_samples(time.time()))
@@ -300,19 +339,21 @@ class DataPlane:
         except zmq.Again:
             return
 
-    def _ingest(self, messages: int, nbytes: int) -> None:
-        """Accept up to that much of the groups that have arrived."""
+    def _ingest(self, socket: Socket, messages: int, nbytes: int) -> None:
+        """Accept up to that much of the groups that have arrived at a socket."""
         until = time.monotonic() + BURST_S
         try:
             while messages > 0 and nbytes > 0 and self._accepts_groups() and time.monotonic() < until:
                 messages -= 1
                 if not self._admission:
                     try:
-                        message = receive(self._sockets.ingest, self._max_group_bytes)
+                        message = receive(socket, self._max_group_bytes)
                         nbytes -= message.nbytes
                         envelope = codec.decode_envelope(message.first, len(message.frames), message.nbytes)
                     except WireError as error:
                         self._reject(f"ingest: {error.code.value}")
+                        continue
+                    if socket is not self._sockets.ingest and not self._may_deliver(message, envelope):
                         continue
                     messages -= len(envelope.offsets)
                     self._admission.put(envelope, message.frames)
@@ -321,8 +362,23 @@ class DataPlane:
         except zmq.Again:
             return
 
+    def _may_deliver(self, message: Arrival, envelope: Envelope) -> bool:
+        """Return whether groups that came by the listener are of a producer of their key; count them if not."""
+        if self._door is None or (
+            not envelope.offsets and self._door.delivers(message.head, envelope.producer)
+        ):
+            return True
+        self._reject("ingest: forbidden")
+        return False
+
     def _serve_one(self) -> None:
-        frames = receive_small(self._sockets.serve, REQUEST_LIMIT_BYTES)
+        sender = None
+        if self._door is None:
+            frames = receive_small(self._sockets.serve, REQUEST_LIMIT_BYTES)
+        else:
+            whole = receive_small_frames(self._sockets.serve, REQUEST_LIMIT_BYTES)
+            frames = [frame.bytes for frame in whole]
+            sender = self._door.sender_of(whole[-1]) if whole else None
         route = route_of(frames)
         if route is None:
             self._reject("serve: malformed")
@@ -337,10 +393,22 @@ class DataPlane:
             self._reject(f"serve: {error.code.value}")
             self._send_reply(route, ErrorReply(code=error.code, detail=error.detail[:500]))
             return
+        if self._door is not None:
+            asked = self._door.asked(sender, request)
+            if asked is None or isinstance(asked, ErrorReply):
+                self._refuse(route, asked)
+                return
+            request = asked
         if isinstance(request, Requeue):
             self._requeue(route, request)
         else:
             self._perform(self.core.request(route, request, time.monotonic(), time.time()))
+
+    def _refuse(self, route: Route, refusal: ErrorReply | None) -> None:
+        """Send a refusal, or drop the request of a revoked key without an answer: its connection is being cut."""
+        self._reject("serve: revoked key" if refusal is None else f"serve: {refusal.code.value}")
+        if refusal is not None:
+            self._send_reply(route, refusal)
 
     def _requeue(self, route: Route, request: Requeue) -> None:
         """Queue dead groups again; their dead letters are removed once that is durable."""
@@ -387,14 +455,32 @@ class DataPlane:
         )
 
     def _events_one(self) -> None:
-        frame = self._sockets.events.recv(zmq.NOBLOCK)
+        if self._door is None:
+            frame = self._sockets.events.recv(zmq.NOBLOCK)
+        else:
+            whole = self._sockets.events.recv(zmq.NOBLOCK, copy=False)
+            frame = whole.bytes
+            if frame[:1] == b"\x00":
+                self._sockets.events.setsockopt(zmq.UNSUBSCRIBE, frame[1:])
+            elif frame[:1] == b"\x01":
+                if not self._door.subscribes(whole, frame[1:]):
+                    self._reject("events: forbidden")
+                    return
+                self._sockets.events.setsockopt(zmq.SUBSCRIBE, frame[1:])
         if frame[:1] == b"\x01":
             self._perform(self.core.subscribed(frame[1:]))
 
     def _publish_one(self) -> None:
-        frames = receive_small(self._sockets.publish, EVENT_LIMIT_BYTES)
+        if self._door is None:
+            frames = receive_small(self._sockets.publish, EVENT_LIMIT_BYTES)
+        else:
+            whole = receive_small_frames(self._sockets.publish, EVENT_LIMIT_BYTES)
+            frames = [frame.bytes for frame in whole]
         if len(frames) != 2 or not topics.is_forwarded(frames[0]):
             self._reject("publish: not forwarded")
+            return
+        if self._door is not None and not self._door.publishes(whole[0], frames[0]):
+            self._reject("publish: forbidden")
             return
         try:
             codec.decode_event(frames[1])

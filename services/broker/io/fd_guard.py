@@ -1,21 +1,24 @@
 """The descriptor guard: keeps descriptors in reserve by hiding the broker's ipc addresses near the limit.
 
 The socket library ends the whole process when it has no descriptor for a client that connects over ipc; over tcp it
-waits. Near the limit the socket files are therefore renamed: connected clients go on, and new ones find no file and
-retry until others have left. Unbinding would end every connection made through the address.
+waits, and the journal would find none either. Near the limit the socket files are therefore renamed: connected clients
+go on, and new ones find no file and retry until others have left. Unbinding would end every connection made through the
+address. Clients of other hosts are kept out earlier, at three quarters, to leave room for those of this host: a filter
+drops the packets of new connections before the library sees them, and the clients' systems send them again.
 """
 
+import ctypes
 import logging
 import os
 import resource
+import socket
+import struct
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-import zmq
-
-from rolloutmq.bus.transport.sockets import Socket
+from rolloutmq.services.broker.io.memory_guard import listeners
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,11 @@ NEAR_CHECK_S: Final = 0.004
 LOG_S: Final = 30.0
 """Least time between two log lines: the guard may toggle for long."""
 _ASIDE: Final = ".full"
+_ATTACH_FILTER: Final = 26
+"""SO_ATTACH_FILTER of Linux, for which Python has no name; and SO_DETACH_FILTER."""
+_DETACH_FILTER: Final = 27
+_DROP: Final = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A packet filter of one instruction: return 0, which keeps no byte of a packet."""
 _DESCRIPTORS: Final = Path("/proc/self/fd")
 
 
@@ -39,14 +47,16 @@ class FdGuard:
     """Hides the addresses and restores them; for one thread.
 
     Args:
-        sockets: Bound sockets; only ipc ones are guarded.
+        addresses: Bound addresses.
     """
 
-    def __init__(self, sockets: Sequence[Socket]) -> None:
+    def __init__(self, addresses: Sequence[str]) -> None:
         self.due = 0.0
         """When to check again, in monotonic seconds; infinite without ipc sockets or a limit."""
-        addresses = [address for socket in sockets if (address := address_of(socket)).startswith("ipc://")]
-        self._files = [Path(address.removeprefix("ipc://")) for address in addresses]
+        ipc = [address for address in addresses if address.startswith("ipc://")]
+        self._files = [Path(address.removeprefix("ipc://")) for address in ipc]
+        self._listeners = listeners(addresses)
+        self._filtered = False
         self._hidden = False
         self._pulsing = False
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -62,6 +72,8 @@ class FdGuard:
         used = _used()
         near = used >= self._most * 3 // 4
         self.due = now + (NEAR_CHECK_S if near else self._pause_s(used))
+        if near != self._filtered:
+            self._filter(near, used, now)
         if used >= self._most and not self._hidden:
             self._note(used, now)
             self._move(hidden=True)
@@ -84,6 +96,24 @@ class FdGuard:
         """Restore the addresses, so their owner can remove them."""
         if self._hidden:
             self._move(hidden=False)
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+
+    def _filter(self, filtered: bool, used: int, now: float) -> None:
+        """Keep new clients of other hosts out, or let them in again."""
+        self._filtered = filtered
+        if filtered and self._listeners:
+            self._note(used, now)
+        for listener in self._listeners:
+            if filtered:
+                program = ctypes.create_string_buffer(_DROP, len(_DROP))
+                listener.setsockopt(
+                    socket.SOL_SOCKET, _ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
+                )
+            else:
+                with suppress(FileNotFoundError):  # it has none
+                    listener.setsockopt(socket.SOL_SOCKET, _DETACH_FILTER, 0)
 
     def _note(self, used: int, now: float) -> None:
         if now - self._logged_at >= LOG_S:
@@ -96,13 +126,6 @@ class FdGuard:
             aside = file.with_name(file.name + _ASIDE)
             with suppress(FileNotFoundError):
                 (file if hidden else aside).rename(aside if hidden else file)
-
-
-def address_of(socket: Socket) -> str:
-    """Return the last address a socket was bound to."""
-    found = socket.getsockopt(zmq.LAST_ENDPOINT)
-    assert isinstance(found, bytes)
-    return found.rstrip(b"\0").decode()
 
 
 def _used() -> int:

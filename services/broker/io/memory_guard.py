@@ -23,16 +23,14 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.bus.transport.sockets import Socket
 from rolloutmq.services.broker.batches.rewind import FORGET_PARTS
 from rolloutmq.services.broker.core import BrokerCore
-from rolloutmq.services.broker.io.fd_guard import address_of
 from rolloutmq.services.broker.journal.journal import Journal
 from rolloutmq.services.broker.journal.stored_group import BodyMemory
 
@@ -168,13 +166,13 @@ class MemoryGuard:
     """Watches the memory of this process, which must be the broker's own, and cuts connections if it must.
 
     Args:
-        sockets: Bound sockets.
+        addresses: Bound addresses.
         allowance_bytes: Accepted unexplained memory.
         accounted: Returns the explained bytes.
     """
 
-    def __init__(self, sockets: Sequence[Socket], allowance_bytes: int, accounted: Callable[[], int]) -> None:
-        self._addresses = [address_of(bound) for bound in sockets]
+    def __init__(self, addresses: Sequence[str], allowance_bytes: int, accounted: Callable[[], int]) -> None:
+        self._addresses = addresses
         self._unexplained = UnexplainedMemory(allowance_bytes)
         self._accounted = accounted
         self._logged_at = float("-inf")
@@ -230,22 +228,42 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def cut(addresses: Sequence[str]) -> int:
-    """Shut down every connection of this process made to one of the addresses; return how many."""
+def cut(addresses: Sequence[str], peers: Container[str] | None = None) -> int:
+    """Shut down every connection of this process made to one of the addresses; return how many.
+
+    Args:
+        addresses: Bound addresses.
+        peers: Cut only connections that came from these hosts, by TCP; None for all.
+    """
     names = {name for address in addresses if (name := _name(address)) is not None}
     count = 0
     for connection in _connections():
         with connection, suppress(OSError):
-            if _own_name(connection) in names and not _listens(connection):
+            if _own_name(connection) not in names or _listens(connection):
+                continue
+            if peers is None or _host_of(connection) in peers:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
+def listeners(addresses: Sequence[str]) -> list[socket.socket]:
+    """Return second descriptors of the sockets that listen at TCP addresses; the caller closes them."""
+    names = {_name(address) for address in addresses if address.startswith("tcp://")}
+    found = []
+    for connection in _connections() if names else ():
+        with suppress(OSError):
+            if _own_name(connection) in names and _listens(connection):
+                found.append(connection)
+                continue
+        connection.close()
+    return found
+
+
 def _connections() -> Iterator[socket.socket]:
     """Yield a second descriptor of each socket of this process: the library may close the first at any time."""
-    for entry in Path("/proc/self/fd").iterdir():
+    for entry in list(Path("/proc/self/fd").iterdir()):  # not those that the caller keeps open meanwhile
         with suppress(OSError):
             if str(entry.readlink()).startswith("socket:"):
                 yield _duplicate(int(entry.name))
@@ -266,6 +284,12 @@ def _own_name(connection: socket.socket) -> str | int | None:
     if isinstance(name, str):
         return name
     return int(name[1]) if isinstance(name, tuple) and len(name) > 1 else None
+
+
+def _host_of(connection: socket.socket) -> str:
+    """Return the address of the host at the other end of a TCP connection."""
+    name = connection.getpeername()
+    return str(name[0]).partition("%")[0] if isinstance(name, tuple) else ""
 
 
 def _listens(connection: socket.socket) -> bool:

@@ -19,8 +19,9 @@ ROUTE_LIMIT_BYTES: Final = 1024
 
 
 class Arrival(msgspec.Struct):
-    """One message of a producer, within its limits."""
+    """One message of a producer, within its limits; `head` is the frame of `first`."""
 
+    head: zmq.Frame
     first: bytes
     frames: list[bytes | zmq.Frame]
     nbytes: int
@@ -33,7 +34,7 @@ def receive(socket: Socket, limit_bytes: int) -> Arrival:
     if len(frame) > ENVELOPE_LIMIT_BYTES:
         _skip(socket, more)
         raise LimitExceededError("size of the envelope", len(frame), ENVELOPE_LIMIT_BYTES)
-    message = Arrival(frame.bytes, [], 0)
+    message = Arrival(frame, frame.bytes, [], 0)
     while more:
         frame = socket.recv(zmq.NOBLOCK, copy=False)
         more = frame.more
@@ -56,6 +57,22 @@ def receive_small(socket: Socket, limit_bytes: int) -> list[bytes]:
     while more:
         frame = socket.recv(zmq.NOBLOCK)
         more = bool(socket.getsockopt(zmq.RCVMORE))
+        nbytes += len(frame)
+        if len(frames) > ROUTE_LIMIT_FRAMES or nbytes > limit_bytes:
+            _skip(socket, more)
+            return []
+        frames.append(frame)
+    return frames
+
+
+def receive_small_frames(socket: Socket, limit_bytes: int) -> list[zmq.Frame]:
+    """Receive one control message as frames, which tell their sender; empty if it is above a limit."""
+    frames: list[zmq.Frame] = []
+    nbytes = 0
+    more = True
+    while more:
+        frame = socket.recv(zmq.NOBLOCK, copy=False)
+        more = frame.more
         nbytes += len(frame)
         if len(frames) > ROUTE_LIMIT_FRAMES or nbytes > limit_bytes:
             _skip(socket, more)

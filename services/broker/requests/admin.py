@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from rolloutmq.bus.encoding.codec import encode
+from rolloutmq.schemas.network.address import port_of
 from rolloutmq.schemas.wire.control import (
     Disconnect,
     Drain,
@@ -138,6 +139,7 @@ class AdminRequests:
             ingest=endpoints.ingest if endpoints else "",
             events=endpoints.events if endpoints else "",
             publish=endpoints.publish if endpoints else "",
+            ports=tuple(port_of(address) for address in endpoints.listen[1:]) if endpoints else (),
             max_group_bytes=state.credits.largest,
             arena_bytes=state.arenas.nbytes,
             environments=tuple(sorted(known)),

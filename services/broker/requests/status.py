@@ -46,7 +46,7 @@ class StatusReporter:
         """Return the state of the queues against the trainer's demand."""
         state = self._state
         self.begin(now)
-        trainer_wait = self._consumers.waits(now)
+        trainer_wait, places = self._consumers.waits(now), self._state.endpoints
         self._count_waits(now)
         lanes = list(state.lanes)
         train = state.lanes.of_split(Split.TRAIN).lanes  # eval groups feed no trainer
@@ -99,6 +99,7 @@ class StatusReporter:
             completions=dict(state.workers.completions),
             completion_tokens=dict(state.workers.completion_tokens),
             free_environments=self._vacancies.free(),
+            insecure=places.listen[0] if places is not None and places.insecure else "",
         )
 
     def report(self, now: float, wall: float) -> StatusReply:

@@ -99,6 +99,8 @@ def figure_rows(board: RunState, now: float, width: int) -> tuple[list[Text], li
     if pressure is None:
         above.append(_row("broker", Text("not connected yet", style=QUIET)))
     else:
+        if pressure.insecure:
+            above.append(_row("insecure", text(format.insecure(pressure.insecure), "bold red")))
         above += [
             queue_line(board, pressure),
             flow_line(board, pressure),

@@ -14,6 +14,7 @@ import msgspec
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
 from rolloutmq.schemas.files import RunLayout, Supervision
 from rolloutmq.schemas.process import ProcessIdentity
@@ -49,7 +50,7 @@ def listen(layout: RunLayout, known: Supervision | None) -> float | None:
     endpoints = endpoints_of(layout)
     if endpoints is None or not endpoints.events:
         return None
-    with BlockingSubscriber(endpoints.events, [DECISIONS]) as events:
+    with BlockingSubscriber(endpoints.events, [DECISIONS], keys=keys_of(endpoints)) as events:
         return None if events.poll(LISTEN_S) is None else time.monotonic()
 
 

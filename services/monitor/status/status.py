@@ -13,6 +13,7 @@ import msgspec
 from rolloutmq.bus.engine_registry import SILENT_S, engines_of
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import MalformedError, RolloutMQError
 from rolloutmq.schemas.files import Endpoints, GpuBook, GpuRecord, InferenceAddress, RunLayout
@@ -123,7 +124,7 @@ def heard(layout: RunLayout, fate: Fate) -> StatusReply | None:
 
 
 def _ask(endpoints: Endpoints) -> StatusReply:
-    with BlockingClient(endpoints.serve) as client:
+    with BlockingClient(endpoints.serve, keys=keys_of(endpoints)) as client:
         reply = client.request(GetStatus(), timeout_s=PATIENCE_S)
     if not isinstance(reply, StatusReply):
         raise MalformedError("unexpected reply from the broker to a status request")
@@ -238,6 +239,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     held = pressure.queued_bytes + pressure.leased_bytes
     rows = [
         ("run", f"{reply.run}, {_up(reply, also.ran_s)}, durability {reply.durability}"),
+        *([("insecure", format.insecure(pressure.insecure))] if pressure.insecure else []),
         ("step", f"{pressure.step}{total}"),
         *(("figures", text) for text in _figures(also.lately)),
         (

@@ -9,6 +9,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout, Supervision
@@ -129,7 +130,7 @@ def _heard(layout: RunLayout) -> tuple[WorkerStatus, ...] | None:
     if endpoints is None:
         return None
     try:
-        with BlockingClient(endpoints.serve) as client:
+        with BlockingClient(endpoints.serve, keys=keys_of(endpoints)) as client:
             reply = client.request(GetStatus(), timeout_s=PATIENCE_S)
     except RolloutMQError:
         return None

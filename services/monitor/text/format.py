@@ -102,3 +102,8 @@ def accounts(ledger: LedgerCounts, *, short: bool = False) -> str:
     }
     held = (f"{place} {count}" for place, count in places.items() if count)
     return f"accepted {ledger.accepted} = " + (" + ".join(held) or "0")
+
+
+def insecure(address: str) -> str:
+    """Return what an address without keys means, and what to do."""
+    return f"whoever reaches {address} may use the run, unencrypted; set broker.keys (`rolloutmq keys init`)"

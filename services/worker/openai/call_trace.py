@@ -10,6 +10,7 @@ from contextvars import ContextVar
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.tracing import CALLS_LIMIT, Call, RolloutTrace, is_sampled
@@ -113,4 +114,5 @@ class RolloutTracer:
         endpoints = endpoints_of(self._layout)
         if endpoints is not None and endpoints.publish != self._address:
             self.close()
-            self._address, self._publisher = endpoints.publish, Publisher(endpoints.publish)
+            self._address = endpoints.publish
+            self._publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))

@@ -55,7 +55,7 @@ def test_the_acts_differ_in_everything_that_matters() -> None:
     ):
         assert len({pick(act) for act in found}) == 2
     for act in found:
-        act.config()
+        act.config("")
         assert {producer.frames for producer in act.producers} == {True, False}
         assert {producer.split for producer in act.producers} == {trainer.split for trainer in act.trainers}
 

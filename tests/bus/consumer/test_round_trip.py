@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from benchmarks.harness.listening import free_listen
 from rolloutmq.bus.consumer import connection
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.encoding.codec import encode_group
@@ -106,11 +107,13 @@ async def test_a_broker_that_ends_in_order_loses_nothing(
 ) -> None:
     """It restarts twice in the middle: what it had accepted is trained after, what it had not is sent again."""
     log, layout, total = tmp_path / "acks.jsonl", RunLayout(run_dir), 60
-    settings = config(transport=transport)
+    address = free_listen() if transport == "tcp" else ""
+    settings = config(listen=address, insecure=bool(address))
+    where = address or run_dir
     trained: Counter[str] = Counter()
 
     async def produce() -> None:
-        async with Producer.open(run_dir, env="e", producer="p", group_size=2, ack_log=log) as p:
+        async with Producer.open(where, env="e", producer="p", group_size=2, ack_log=log) as p:
             for index in range(total):
                 await p.send(stamped(group(f"g-{index}"), PolicyVersion(0, p.step)))
             assert await p.flush(20)
@@ -125,7 +128,7 @@ async def test_a_broker_that_ends_in_order_loses_nothing(
             trained.update(g.group_id for g in batch.groups)
 
     with running_broker(settings, layout):
-        opened = Consumer.open(run_dir, sequences=8, ahead=ahead)
+        opened = Consumer.open(where, sequences=8, ahead=ahead)
         c = await opened.__aenter__()
         producing = asyncio.create_task(produce())
         await train(3)
@@ -494,7 +497,7 @@ async def test_a_repeated_registration_is_the_same_life(run_dir: Path, group: Ma
     with running_broker(config(), RunLayout(run_dir)):
         async with (
             Producer.open(run_dir, env="e", group_size=2) as producer,
-            BrokerClient(await serve_address(run_dir)) as client,
+            BrokerClient((await serve_address(run_dir))[0]) as client,
         ):
 
             async def register(key: str) -> int:

@@ -135,7 +135,14 @@ class FakeBroker:
             socket.bind(at)
         channels = {name: Channel(socket) for name, socket in made.items()}
         self.events = channels["events"]
-        self.places = Endpoints(**places, publish="ipc://none", pid=1, epoch=self.epoch)
+        self.places = Endpoints(
+            ingest=places["ingest"],
+            serve=places["serve"],
+            events=places["events"],
+            publish="ipc://none",
+            pid=1,
+            epoch=self.epoch,
+        )
         self.layout.endpoints.write_bytes(msgspec.json.encode(self.places))
         tasks = [
             asyncio.create_task(self._ingest(channels["ingest"])),

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.bus.transport import bindings
-from rolloutmq.schemas.config.broker import BrokerConfig
-from rolloutmq.schemas.errors import (
-    AddressInUseError,
-    ConfigError,
-)
+from rolloutmq.schemas.errors import AddressInUseError
 from rolloutmq.schemas.files import RunLayout
 
 
@@ -28,7 +24,7 @@ def _mode(path: Path) -> int:
 
 
 def test_sockets_lie_in_a_private_directory_and_are_removed(layout: RunLayout) -> None:
-    with bindings.bindings(BrokerConfig(), layout) as addresses:
+    with bindings.bindings(layout) as addresses:
         paths = [Path(addresses[name].removeprefix("ipc://")) for name in bindings.SOCKETS]
         assert {path.parent for path in paths} == {layout.sockets.resolve()}
         assert _mode(layout.sockets) == 0o700
@@ -39,7 +35,7 @@ def test_sockets_lie_in_a_private_directory_and_are_removed(layout: RunLayout) -
 
 def test_long_run_directory_gets_a_short_place_of_its_own(run_dir: Path) -> None:
     layout = RunLayout(run_dir / ("x" * 100))
-    with bindings.bindings(BrokerConfig(), layout) as addresses:
+    with bindings.bindings(layout) as addresses:
         directory = Path(addresses["serve"].removeprefix("ipc://")).parent
         assert directory.parent == Path(tempfile.gettempdir())
         assert _mode(directory) == 0o700
@@ -137,33 +133,21 @@ def test_epochs_grow_even_if_the_clock_goes_back(layout: RunLayout, monkeypatch:
     assert epochs == [5_000, 5_001, 6_000]
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.7", "example.org", "::"])
-def test_plain_tcp_beyond_this_machine_must_be_allowed(layout: RunLayout, host: str) -> None:
-    refused = BrokerConfig(transport="tcp", host=host)
-    with (
-        pytest.raises(ConfigError, match=r"broker\.insecure = true") as caught,
-        bindings.bindings(refused, layout),
-    ):
-        pass
-    assert caught.value.path == "broker.host"
-    allowed = BrokerConfig(transport="tcp", host=host, insecure=True)
-    with bindings.bindings(allowed, layout) as addresses:
-        assert all(address.endswith(":*") for address in addresses.values())
+def test_ports_follow_each_other() -> None:
+    wanted = bindings.listen_addresses("tcp://0.0.0.0:7760")
+    assert wanted == [
+        ("serve", ["tcp://0.0.0.0:7760"]),
+        ("ingest", ["tcp://0.0.0.0:7761"]),
+        ("events", ["tcp://0.0.0.0:7762"]),
+        ("publish", ["tcp://0.0.0.0:7763"]),
+    ]
 
 
-@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "tcp://127.0.0.1:*"), ("::1", "tcp://[::1]:*")])
-def test_loopback_is_allowed(layout: RunLayout, host: str, address: str) -> None:
-    with bindings.bindings(BrokerConfig(transport="tcp", host=host), layout) as addresses:
-        assert addresses["serve"] == address
-
-
-def test_wildcard_becomes_an_address_that_can_be_connected_to() -> None:
-    assert bindings.connectable("tcp://127.0.0.1:5") == "tcp://127.0.0.1:5"
-    for bound in ("tcp://0.0.0.0:5", "tcp://[::]:5"):
-        connectable = bindings.connectable(bound)
-        assert connectable.endswith(":5")
-        assert "0.0.0.0" not in connectable
-        assert "::" not in connectable
+def test_ports_of_a_killed_broker_are_tried_first() -> None:
+    before = [f"tcp://[::1]:{port}" for port in (9, 7, 5, 3)]
+    wanted = bindings.listen_addresses("tcp://[::1]:0", before)
+    assert wanted[1] == ("ingest", ["tcp://[::1]:7", "tcp://[::1]:*"])
+    assert bindings.listen_addresses("tcp://[::1]:0")[1] == ("ingest", ["tcp://[::1]:*"])
 
 
 @pytest.mark.parametrize(

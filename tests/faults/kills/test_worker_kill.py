@@ -15,6 +15,7 @@ from typing import Final, Self
 
 import psutil
 import pytest
+from tests.bus.transport.listening import INSECURE, over_tcp
 from tests.faults.support.processes import (
     LIMIT_S,
     SEQUENCES,
@@ -118,7 +119,8 @@ class CutLine:
 def test_a_group_that_is_cut_is_never_seen(run_dir: Path, tmp_path: Path, transport: str) -> None:
     log = tmp_path / "acks.jsonl"
     sizes = {"max_group_bytes": 128 << 20, "high_bytes": 1 << 30}
-    settings = config(transport=transport, shared_memory=False, **sizes)
+    listens = INSECURE if transport == "tcp" else {}
+    settings = config(shared_memory=False, **listens, **sizes)
     with BrokerProcess(run_dir, settings) as broker:
         process = psutil.Process(broker.child.pid)
         feed(run_dir, ["before-0"], "before")
@@ -126,7 +128,7 @@ def test_a_group_that_is_cut_is_never_seen(run_dir: Path, tmp_path: Path, transp
         sockets = process.num_fds()
         for number, most in enumerate(CUTS_BYTES):
             with (
-                CutLine(resolve_blocking(run_dir).ingest, tmp_path, most) as line,
+                CutLine(ingest_of(run_dir, transport), tmp_path, most) as line,
                 Worker(run_dir, "w", log, nbytes=BIG_BYTES, line=line.address, count=1) as worker,
             ):
                 assert line.cut.wait(LIMIT_S), worker.tail()
@@ -143,6 +145,12 @@ def test_a_group_that_is_cut_is_never_seen(run_dir: Path, tmp_path: Path, transp
         assert [line.group_id for line in acked(log)] == ["w-0"]
         with Consumer.blocking(run_dir, sequences=4 * SEQUENCES) as consumer:
             assert pulled(consumer, 1) == {"before-0", "beside-0", "beside-1", "w-0"}
+
+
+def ingest_of(run_dir: Path, transport: str) -> str:
+    """Return the address for groups, by unix socket or TCP."""
+    found = resolve_blocking(run_dir)
+    return over_tcp(found).ingest if transport == "tcp" else found.ingest
 
 
 def pulled(consumer: BlockingConsumer, steps: int) -> set[str]:

@@ -21,6 +21,7 @@ from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport import endpoint, sockets
+from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
@@ -162,7 +163,7 @@ class Traffic:
     """Groups under way at most, so that the good peers leave the machine to the bad ones."""
     PACE_S: Final = 0.004
 
-    def __init__(self, where: Path | str) -> None:
+    def __init__(self, where: Where) -> None:
         self.sent: list[str] = []
         self.trained: list[str] = []
         self.rejected: list[str] = []
@@ -247,7 +248,7 @@ class Traffic:
 
 
 @contextmanager
-def traffic(where: Path | str) -> Iterator[Traffic]:
+def traffic(where: Where) -> Iterator[Traffic]:
     """Run good traffic beside the block; every one of its groups must reach the consumer once."""
     it = Traffic(where)
     it.start()

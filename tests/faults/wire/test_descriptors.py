@@ -4,11 +4,12 @@ import os
 import resource
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Self
 
 import pytest
+from tests.bus.transport.listening import INSECURE, over_tcp
 from tests.faults.support.borders import (
     ENV,
     LIMIT_S,
@@ -40,12 +41,12 @@ FEW = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, ({DESCRIPTOR
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 def test_broker_out_of_descriptors_serves_those_it_has(run_dir: Path, transport: str) -> None:
-    with (
-        broker_process(RunLayout(run_dir), run_config(transport=transport), FEW) as broker,
-        traffic(broker.endpoints.serve) as good,
-        broker.growth_below(48 * MIB),
-        Crowd(broker.endpoints.serve) as crowd,
-    ):
+    listens = INSECURE if transport == "tcp" else {}
+    with broker_process(RunLayout(run_dir), run_config(**listens), FEW) as broker, ExitStack() as stack:
+        serve = over_tcp(broker.endpoints).serve if listens else broker.endpoints.serve
+        good = stack.enter_context(traffic(serve))
+        stack.enter_context(broker.growth_below(48 * MIB))
+        crowd = stack.enter_context(Crowd(serve))
         inside = crowd.fill(broker)
         good.advance()
         assert all(_answered(client) for client in inside)
@@ -55,7 +56,7 @@ def test_broker_out_of_descriptors_serves_those_it_has(run_dir: Path, transport:
         assert all(_answered(client) for client in outside)
         good.advance()
         crowd.disperse()
-        with Producer.blocking(broker.endpoints.serve, env=ENV, producer="late", group_size=2) as late:
+        with Producer.blocking(serve, env=ENV, producer="late", group_size=2) as late:
             late.send(small_group("late"))
             assert late.flush(LIMIT_S)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from tests.bus.transport.listening import INSECURE, over_tcp
 from tests.faults.support.borders import (
     ENV,
     LIMIT_S,
@@ -142,11 +143,11 @@ def test_message_without_end_is_cut_off(
 
 def test_the_same_over_tcp(run_dir: Path) -> None:
     with (
-        broker_process(RunLayout(run_dir), _config(transport="tcp")) as broker,
+        broker_process(RunLayout(run_dir), _config(**INSECURE)) as broker,
         traffic(broker.endpoints.serve) as good,
         broker.growth_below(BOUND),
     ):
-        with babbling(broker.endpoints.ingest, b"PUSH", 900_000) as babbler:
+        with babbling(over_tcp(broker.endpoints).ingest, b"PUSH", 900_000) as babbler:
             wait_for(lambda: babbler.cut_offs >= CUTS, 2 * LIMIT_S)
         good.advance()
         assert broker.rejections()[REASON] >= CUTS // 2

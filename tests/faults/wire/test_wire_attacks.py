@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import zmq
+from tests.bus.transport.listening import INSECURE
 from tests.faults.support.borders import (
     LIMIT_S,
     MIB,
@@ -324,13 +325,12 @@ def test_strangers_on_every_tcp_port(run_dir: Path) -> None:
     """
     hurry = "from rolloutmq.bus.transport import sockets; sockets.HANDSHAKE_MS = 1000"
     with (
-        broker_process(RunLayout(run_dir), run_config(transport="tcp"), hurry) as broker,
+        broker_process(RunLayout(run_dir), run_config(**INSECURE), hurry) as broker,
         traffic(broker.endpoints.serve) as good,
         broker.growth_below(SMALL_BYTES),
         ExitStack() as stack,
     ):
-        at = broker.endpoints
-        places = (at.ingest, at.serve, at.events, at.publish)
+        places = broker.endpoints.listen
         strangers = [stack.enter_context(connected(place)) for place in places * 15]
         mutes, teasers, hangers = strangers[:30], strangers[30:50], strangers[50:]
         for teaser in teasers:

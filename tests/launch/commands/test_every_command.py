@@ -23,7 +23,22 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.server import running_broker
 
 WITHOUT_RUN = frozenset(
-    {"up", "try", "check", "evaluate", "gateway", "run-api-alias", "replay", "init", "simulate", "compare"}
+    {
+        "up",
+        "try",
+        "check",
+        "evaluate",
+        "gateway",
+        "run-api-alias",
+        "replay",
+        "init",
+        "simulate",
+        "compare",
+        "keys init",
+        "keys new",
+        "keys list",
+        "keys revoke",
+    }
 )
 """Commands that take a configuration, recorded runs or nothing; most make their own run."""
 PROCESSES = frozenset(

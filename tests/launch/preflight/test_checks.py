@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.harness.listening import free_listen
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.launch.preflight import checks
 from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.preflight.verdicts import Problem, Verdict
@@ -21,9 +23,11 @@ from rolloutmq.schemas.errors import (
     AddressInUseError,
     ConfigError,
     MissingError,
+    NotPrivateError,
     TokenizerMismatchError,
     VocabularyMismatchError,
 )
+from rolloutmq.schemas.network.address import port_of
 
 ENV = "class Env:\n    async def rollout(self, policy, size, rng): ...\n"
 
@@ -224,11 +228,32 @@ def test_a_batch_that_groups_never_make(tmp_path: Path) -> None:
 
 
 def test_addresses_that_cannot_or_may_not_be_bound(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"broker\.host: other machines can reach this address"):
-        check(config(tmp_path, broker={"transport": "tcp", "host": "0.0.0.0"}))
-    check(config(tmp_path, broker={"transport": "tcp", "host": "0.0.0.0", "insecure": True}))
+    check(config(tmp_path, broker={"listen": "tcp://0.0.0.0:0", "insecure": True}))
+    with pytest.raises(ConfigError, match=r"broker\.listen: cannot bind 192\.0\.2\.7:9"):
+        check(config(tmp_path, broker={"listen": "tcp://192.0.2.7:9", "insecure": True}))
     with pytest.raises(ConfigError, match=r"inference\.host: cannot bind 192\.0\.2\.7:1"):
         check(config(tmp_path, inference={"host": "192.0.2.7", "port": 1, "insecure": True}))
+
+
+def test_a_listener_whose_keys_are_not_there(tmp_path: Path) -> None:
+    broker = {"listen": "tcp://127.0.0.1:0", "keys": "keys"}
+    with pytest.raises(MissingError, match=r"keys is missing: make keys with `rolloutmq keys init"):
+        check(config(tmp_path, broker=broker))
+    keys = KeyDirectory.create(config(tmp_path).base_dir / "keys")
+    check(config(tmp_path, broker=broker))
+    keys.path.chmod(0o755)
+    with pytest.raises(NotPrivateError, match=r"other users may use it"):
+        check(config(tmp_path, broker=broker))
+
+
+def test_ports_of_a_listener_in_use_name_their_owner(tmp_path: Path) -> None:
+    listen = free_listen()
+    with (
+        socket.create_server(("127.0.0.1", port_of(listen) + 3)),
+        pytest.raises(AddressInUseError, match=r"\(broker\.listen\) is in use by process"),
+    ):
+        check(config(tmp_path, broker={"listen": listen, "insecure": True}))
+    check(config(tmp_path, broker={"listen": listen, "insecure": True}))
 
 
 def test_a_port_in_use_names_its_owner(tmp_path: Path) -> None:

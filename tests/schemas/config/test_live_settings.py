@@ -48,7 +48,7 @@ def test_keys_are_those_of_the_configuration_and_env_may_stand_for_environment()
 @pytest.mark.parametrize(
     ("key", "new", "reason"),
     [
-        ("broker.transport", "tcp", "cannot change during a run"),
+        ("broker.listen", "tcp://h:1", "cannot change during a run"),
         ("broker", 1, "cannot change"),
         ("env.e.entry", "x:Y", "cannot change during a run"),
         ("env.weight", 1, "must be broker.FIELD, orchestrator.FIELD or env.NAME.FIELD"),

@@ -16,6 +16,7 @@ from typing import TypeVar
 import msgspec
 import pytest
 import zmq
+from tests.bus.transport.listening import INSECURE, over_tcp
 from tests.services.broker.journal.handmade import flip
 from tests.services.broker.journal.other_versions import OTHERS, as_version, listing
 
@@ -314,8 +315,8 @@ def test_garbage_on_every_socket_leaves_it_serving(layout: RunLayout) -> None:
 
 
 def test_strangers_on_tcp_leave_it_serving(layout: RunLayout) -> None:
-    with running_broker(_config(transport="tcp"), layout) as broker, peer(broker.endpoints) as it:
-        for address in (broker.endpoints.serve, broker.endpoints.ingest):
+    with running_broker(_config(**INSECURE), layout) as broker, peer(over_tcp(broker.endpoints)) as it:
+        for address in broker.endpoints.listen[:2]:
             host, port = address.removeprefix("tcp://").split(":")
             for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, os.urandom(5000), b""):
                 with socket.create_connection((host, int(port))) as stranger:
@@ -409,26 +410,26 @@ def test_a_journal_that_fails_at_the_very_end_is_told(layout: RunLayout) -> None
 
 
 def test_broker_that_was_killed_comes_back_to_its_ports(layout: RunLayout) -> None:
-    with running_broker(_config(transport="tcp"), layout) as broker:
+    with running_broker(_config(**INSECURE), layout) as broker:
         previous = broker.endpoints
         written = layout.endpoints.read_bytes()
     layout.endpoints.write_bytes(written)  # a killed one would not have removed it
-    with running_broker(_config(transport="tcp"), layout) as broker:
-        assert (broker.endpoints.serve, broker.endpoints.ingest) == (previous.serve, previous.ingest)
+    with running_broker(_config(**INSECURE), layout) as broker:
+        assert broker.endpoints.listen == previous.listen
         assert broker.endpoints.epoch > previous.epoch
         written = layout.endpoints.read_bytes()
     layout.endpoints.write_bytes(written)
     with (
-        socket.create_server(("127.0.0.1", int(previous.serve.rpartition(":")[2]))),
-        running_broker(_config(transport="tcp"), layout) as broker,
+        socket.create_server(("127.0.0.1", int(previous.listen[0].rpartition(":")[2]))),
+        running_broker(_config(**INSECURE), layout) as broker,
     ):
-        assert broker.endpoints.serve != previous.serve
+        assert broker.endpoints.listen[0] != previous.listen[0]
 
 
 def test_host_that_is_not_here_is_named(layout: RunLayout) -> None:
-    config = _config(transport="tcp", host="192.0.2.7", insecure=True)
+    config = _config(listen="tcp://192.0.2.7:0", insecure=True)
     with (
-        pytest.raises(ConfigError, match=r"broker\.host.*192\.0\.2\.7"),
+        pytest.raises(ConfigError, match=r"broker\.listen.*192\.0\.2\.7"),
         running_broker(config, layout),
     ):
         pass

@@ -48,7 +48,10 @@ def forwarding(layout: RunLayout) -> Iterator[None]:
 
     thread = threading.Thread(target=forward)
     thread.start()
-    write_json(layout.endpoints, Endpoints(ingest="", serve="", pid=1, epoch=1, **addresses))
+    found = Endpoints(
+        ingest="", serve="", pid=1, epoch=1, events=addresses["events"], publish=addresses["publish"]
+    )
+    write_json(layout.endpoints, found)
     try:
         yield
     finally:

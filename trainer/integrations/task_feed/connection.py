@@ -24,6 +24,7 @@ from rolloutmq.bus.blocking import LoopThread
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.tasks.client import TaskClient
 from rolloutmq.bus.transport.endpoint import Where, resolve
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.errors import ClosedError, RolloutMQError, UsageError, WaitTimeoutError
 from rolloutmq.schemas.group import Group
@@ -171,7 +172,8 @@ class FeedConnection:
                 timeout_s=self._timeout_s,
             )
             feed = await self._stack.enter_async_context(opening)
-            events = self._stack.enter_context(Publisher((await resolve(self._where)).publish))
+            found = await resolve(self._where)
+            events = self._stack.enter_context(Publisher(found.publish, keys=keys_of(found)))
             feed.on_step = lambda event: events.publish(topics.STEP, event)
             self._training = feed
 

@@ -115,7 +115,7 @@ class BusRolloutWorker:
         self.callback = AsyncCallback(self)
         self.resume_step: int | None = None
         self._where = where
-        self._layout = None if is_address(where) else RunLayout(Path(where))
+        self._layout = None if is_address(where) else RunLayout(Path(str(where)))
         self._life: int | None = None
         self._output_dir = Path(output_dir)
         self._sequences = sequences

@@ -33,6 +33,7 @@ from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.tasks.client import TaskClient
 from rolloutmq.bus.transport.endpoint import is_address, resolve_blocking
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, UsageError, WaitTimeoutError
@@ -113,9 +114,9 @@ class BusRollouts:
             ConfigError: The configuration of the run is invalid.
         """
         if not is_address(self._where):
-            self._layout = RunLayout(Path(self._where))
+            self._layout = RunLayout(Path(str(self._where)))
             try:
-                self._run, _ = load_run(Path(self._where))
+                self._run, _ = load_run(Path(str(self._where)))
             except MissingError:
                 self._run = None  # the broker says better what is missing, and one without a run needs none
         try:
@@ -307,7 +308,8 @@ class BusRollouts:
     def _teller(self) -> Callable[[StepDone], None]:
         """Return what publishes the report of a step, for `status`, `top` and the checks of the rewards' health."""
         assert self._stack is not None
-        events = self._stack.enter_context(Publisher(resolve_blocking(self._where).publish))
+        found = resolve_blocking(self._where)
+        events = self._stack.enter_context(Publisher(found.publish, keys=keys_of(found)))
         return lambda event: events.publish(topics.STEP, event)
 
     def _publishes(self, run: RunConfig) -> bool:

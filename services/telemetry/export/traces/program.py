@@ -19,6 +19,7 @@ from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.transport.event_feed import endpoints_of
+from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
@@ -52,7 +53,9 @@ class Calls:
         if endpoints is not None and endpoints.events != self._address:
             self.close()
             self._address = endpoints.events
-            self._subscriber = BlockingSubscriber(endpoints.events, [topics.telemetry("trace", "")])
+            self._subscriber = BlockingSubscriber(
+                endpoints.events, [topics.telemetry("trace", "")], keys=keys_of(endpoints)
+            )
             self._subscriber.__enter__()
         while self._subscriber is not None and (known := self._subscriber.poll(0.0)) is not None:
             try:

@@ -10,9 +10,9 @@ import zmq
 from tests.services.broker.bench import Bench
 
 from rolloutmq.bus.transport import sockets
+from rolloutmq.bus.transport.sockets import address_of
 from rolloutmq.schemas.wire.control import SetValues, ValuesSet
 from rolloutmq.services.broker.io import memory_guard
-from rolloutmq.services.broker.io.fd_guard import address_of
 from rolloutmq.services.broker.io.memory_guard import (
     LONGEST_S,
     SETTLE_S,
@@ -179,7 +179,7 @@ def test_only_what_is_beyond_is_looked_into(
     monkeypatch.setattr(memory_guard, "trim", lambda: trims.append(held[0]))
     pull, push = _pair(context, f"ipc://{tmp_path}/a")
     with pull, push:
-        it = MemoryGuard([pull], 100, lambda: 1000)
+        it = MemoryGuard([address_of(pull)], 100, lambda: 1000)
         assert not it.check(0.0)
         held[0] = 1101
         assert not it.check(it.due - 0.001)

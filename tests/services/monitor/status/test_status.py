@@ -179,6 +179,14 @@ def test_a_run_without_workers_by_design_misses_none(reply: StatusReply, run_dir
     assert command._configures_workers(layout)
 
 
+def test_a_door_without_keys_is_told(reply: StatusReply) -> None:
+    assert "insecure" not in status_text(reply)
+    opened = replace(reply, pressure=replace(reply.pressure, insecure="tcp://0.0.0.0:7760"))
+    assert "insecure whoever reaches tcp://0.0.0.0:7760 may use the run, unencrypted; set" in status_text(
+        opened
+    )
+
+
 def test_the_journal_says_how_it_does(reply: StatusReply) -> None:
     journal = JournalStatus(
         health="slow", segments=3, nbytes=640 << 20, behind_bytes=9 << 20, commits=200, commit_s=1.0

@@ -1,0 +1,1 @@
+"""Keys of the broker's sockets on a network."""

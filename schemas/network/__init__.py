@@ -1,0 +1,1 @@
+"""Addresses and keys of a run on a network."""

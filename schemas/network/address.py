@@ -1,0 +1,78 @@
+"""Addresses that a server of a run may bind. Pure: no name is looked up.
+
+A server on loopback is for this host alone. Any other address is within reach of other machines, so a configuration
+must say that it means it: `insecure = true` in the section of the server. The broker's listener has keys instead.
+"""
+
+import re
+from typing import Final, NamedTuple
+
+LISTEN_PORTS: Final = 4
+"""Ports of a broker's listener, one after the other: serve, ingest, events, publish."""
+_LISTEN: Final = re.compile(r"tcp://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})")
+
+
+class Listen(NamedTuple):
+    """`broker.listen`: host, in brackets if it is of IPv6, and first port; 0 lets the system choose all."""
+
+    host: str
+    port: int
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this host reaches it."""
+        return is_loopback(self.host.strip("[]"))
+
+
+def listen_of(text: str) -> Listen | None:
+    """Return the parts of `broker.listen`, None if it is none."""
+    found = _LISTEN.fullmatch(text)
+    if found is None or int(found[2]) > 65535 - (LISTEN_PORTS - 1):
+        return None
+    return Listen(found[1], int(found[2]))
+
+
+def port_of(address: str) -> int:
+    """Return the port of a bound address `tcp://HOST:PORT`."""
+    return int(address.rpartition(":")[2])
+
+
+def problem_of_listen(listen: str, keys: str, *, insecure: bool) -> str:
+    """Return the problem with `broker.listen`, `broker.keys` and `broker.insecure`, or an empty text."""
+    if not listen:
+        return ""
+    if listen_of(listen) is None:
+        return (
+            f"listen must be tcp://HOST:PORT, the first of {LISTEN_PORTS} ports (got {listen!r}); "
+            "such as tcp://0.0.0.0:7760"
+        )
+    if keys and insecure:
+        return (
+            f"insecure must be false with keys, which it would not ask for (got keys = {keys!r}); remove one"
+        )
+    if keys or insecure:
+        return ""
+    return (
+        f"listen needs keys, or whoever reaches the address may use the run (got {listen!r}); make them with "
+        '`rolloutmq keys init keys` and set broker.keys = "keys", or allow it with broker.insecure = true'
+    )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this host reaches a server that is bound to `host`."""
+    import ipaddress  # the SDK needs none of it
+
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def problem_of_host(section: str, host: str, *, insecure: bool) -> str:
+    """Return the problem with the `host` of an HTTP server, or an empty text."""
+    if insecure or is_loopback(host):
+        return ""
+    return (
+        f"host is within reach of other machines, and plain HTTP is not encrypted (got {host!r}); "
+        f"use 127.0.0.1, or allow it with {section}.insecure = true"
+    )
