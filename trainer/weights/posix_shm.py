@@ -37,10 +37,10 @@ from rolloutmq.schemas.errors import (
     WeightsMismatchError,
 )
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer.weights.binding import adopt, bind, manifest_of, prove
 from rolloutmq.trainer.weights.layout import PhysicalTensor, TensorSpec, align
 from rolloutmq.trainer.weights.lock import PAGE_BYTES, READ_PATIENCE_S, WRITE_PATIENCE_S, WeightLock
 from rolloutmq.trainer.weights.manifest import WeightManifest, arriving
+from rolloutmq.trainer.weights.model.binding import adopt, bind, manifest_of, prove
 from rolloutmq.trainer.weights.share import Level, Proof, Source, require_own_tensors
 from rolloutmq.trainer.weights.verify import (
     SCRATCH_AT,
