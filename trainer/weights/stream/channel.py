@@ -210,7 +210,7 @@ class Channel:
         Raises:
             WeightsNotSentError, WeightsDamagedError: As for `receive`.
         """
-        if self._in is None:
+        if self._in is None or not frame.data:
             self._fill(into)
             return
         size = frame.data + TAG_BYTES
