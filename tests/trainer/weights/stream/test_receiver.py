@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from tests.trainer.weights.stream.support import Engine, Trainer, V, received, wire
 from tests.trainer.weights.stream.support import dial as dialed
 
+from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.shm import segment_file
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.config.trainer import LoraConfig
 from rolloutmq.schemas.errors import (
     LimitExceededError,
     MalformedError,
@@ -26,11 +30,15 @@ from rolloutmq.schemas.errors import (
     WeightsTornError,
 )
 from rolloutmq.schemas.files import RunLayout, StreamAddress
+from rolloutmq.trainer.policy.adapters import Adapters
+from rolloutmq.trainer.policy.model import build_policy
+from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.stream import receiver as receiver_module
 from rolloutmq.trainer.weights.stream.channel import Channel
 from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES, digests
 from rolloutmq.trainer.weights.stream.messages import CHUNK, Done, Kind, Offer, layout_of, table_sum
 from rolloutmq.trainer.weights.stream.receiver import Receiver
+from rolloutmq.trainer.weights.stream.relay import serving
 from rolloutmq.trainer.weights.stream.segment import WeightSegment
 
 
@@ -143,6 +151,45 @@ def test_only_changed_chunks_are_sent(trainer: Trainer, host: RunLayout) -> None
                 assert torch.equal(left, right)
         channel.close()
         engine.share.close()
+
+
+def test_of_adapters_only_their_layers_are_sent(run_dir: Path, host: RunLayout) -> None:
+    pytest.importorskip("peft")
+    layout = RunLayout(run_dir)
+    config = RunConfig.model_validate({"model": {"hidden_size": 512, "layers": 2}})
+    policy = build_policy(config.model, 0)
+    lora = LoraConfig(rank=2, alpha=4.0, targets=("q_proj",))
+    adapters = Adapters(policy, lora)
+    share = WeightShare.create_or_adopt(policy, layout.weights)
+    learner = adapters.inject()
+    sender, snapshots = serving(layout, "tcp://127.0.0.1:0", insecure=False)
+    try:
+        with received(host) as mine:
+            found = read_json(layout.stream, StreamAddress)
+            assert found is not None
+            with wire(found.port) as cable:
+                channel = dial(found, cable.port)
+                mine.take_next(channel)
+                whole = cable.passed
+                with share.writing(V(0, 1)), torch.no_grad():
+                    for name, parameter in learner.named_parameters():
+                        if "lora_B" in name:
+                            parameter.fill_(0.5)
+                    adapters.publish()
+                mine.take_next(channel)
+                sent = cable.passed - whole
+                assert 0 < sent < 0.5 * whole
+                theirs = WeightSegment.read(host.weights)
+                mine_at_the_trainer = WeightSegment.read(layout.weights)
+                assert theirs.lock.version == V(0, 1)
+                assert np.array_equal(theirs.data, mine_at_the_trainer.data)
+                theirs.close()
+                mine_at_the_trainer.close()
+                channel.close()
+    finally:
+        sender.close()
+        snapshots.close()
+        share.close(unlink=True)
 
 
 def test_a_receiver_that_was_busy_gets_the_newest_version(trainer: Trainer, host: RunLayout) -> None:
