@@ -297,7 +297,7 @@ def require_cipher() -> None:
         MissingError: The package is not installed.
     """
     try:
-        import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401
+        import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401 # pyright: ignore[reportMissingImports]
     except ImportError:
         raise MissingError(
             "the package cryptography",
@@ -310,7 +310,7 @@ class AesGcm:
 
     def __init__(self, key: bytes) -> None:
         require_cipher()
-        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # pyright: ignore[reportMissingImports]
 
         self._aead: Any = AESGCM(key)
         self._count = 0
@@ -331,7 +331,7 @@ class AesGcm:
 
     def open(self, data: Any, authenticated: bytes, into: Any) -> None:
         """See `Cipher.open`."""
-        from cryptography.exceptions import InvalidTag
+        from cryptography.exceptions import InvalidTag  # pyright: ignore[reportMissingImports]
 
         try:
             self._aead.decrypt_into(self._nonce(), data, authenticated, into)

@@ -37,7 +37,7 @@ NAME_BYTES: Final = 128
 SMALL_BYTES: Final = 1 << 12
 """Largest body of a frame that is neither a manifest nor a table of digests."""
 _M = TypeVar("_M")
-_ITEM_BYTES: Final = dict(zip(DTYPES, (4, 2, 2, 8, 8, 4, 1, 1, 1), strict=True))
+_ITEM_BYTES: Final[dict[str, int]] = dict(zip(DTYPES, (4, 2, 2, 8, 8, 4, 1, 1, 1), strict=True))
 
 
 class Kind(IntEnum):

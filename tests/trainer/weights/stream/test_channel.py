@@ -21,8 +21,8 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.trainer.weights.stream import channel as channel_module
 from rolloutmq.trainer.weights.stream import ticket
-from rolloutmq.trainer.weights.stream.channel import HEADER, MAGIC, Channel, require_cipher
-from rolloutmq.trainer.weights.stream.messages import Kind
+from rolloutmq.trainer.weights.stream.channel import MAGIC, Channel, require_cipher
+from rolloutmq.trainer.weights.stream.messages import HEADER, Kind
 
 SECRET = ticket.new_secret()
 

@@ -81,7 +81,7 @@ def test_half_written_weights_are_not_offered(trainer: Trainer, snapshots: Snaps
         raise RuntimeError
     assert snapshots.newer(first.write) is None
     with trainer.share.writing(V(0, 2), restoring=True), torch.no_grad():
-        trainer.model[0].weight.fill_(1.0)
+        next(trainer.model.parameters()).fill_(1.0)
     second = snapshots.newer(first.write)
     assert second is not None
     assert second.version == V(0, 2)
@@ -94,7 +94,12 @@ def test_a_receiver_that_does_not_read_stops_no_step(trainer: Trainer) -> None:
         assert stuck.receive().kind is Kind.OFFER
         stuck.send(Kind.TAKE, msgspec.msgpack.encode(Take(manifest=True, digests=b"")))
         assert stuck.receive(1 << 20).kind is Kind.MANIFEST
-        stepping = threading.Thread(target=lambda: [trainer.step(step) for step in range(1, 20)])
+
+        def work() -> None:
+            for step in range(1, 20):
+                trainer.step(step)
+
+        stepping = threading.Thread(target=work)
         stepping.start()
         stepping.join(60.0)  # the sender is blocked, in the middle of its chunks
         assert not stepping.is_alive()

@@ -1,5 +1,6 @@
 """The stage: what a killed receiver leaves in it counts only if it is whole."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.errors import MissingError
 from rolloutmq.schemas.files import RunLayout, StagedWeights
 from rolloutmq.schemas.wire.envelope import PolicyVersion as V
-from rolloutmq.trainer.weights.stream import stage as stage_module
 from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES, digest
 from rolloutmq.trainer.weights.stream.stage import Stage
 
@@ -68,9 +68,11 @@ def test_a_whole_version_is_told_until_chunks_change_again(file: Path) -> None:
     stage = Stage.create(LAYOUT, NBYTES, file)
     put(stage, 0, 1)
     stage.seal(V(3, 4), "nonce:9")
-    assert stage.whole == (V(3, 4), "nonce:9")
+    sealed: object = stage.whole
+    assert sealed == (V(3, 4), "nonce:9")
     stage.reopen()
-    assert stage.whole is None
+    reopened: object = stage.whole
+    assert reopened is None
     assert len([*stage.kept()]) == 1
     stage.clear()
     assert [*stage.kept()] == []
@@ -92,7 +94,7 @@ def test_missing_memory_is_told(file: Path, monkeypatch: pytest.MonkeyPatch) -> 
         raise OSError(28, "No space left on device")
 
     stage = Stage.create(LAYOUT, NBYTES, file)
-    monkeypatch.setattr(stage_module.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(MissingError, match=r"shared memory for a chunk of weights \(No space left"):
         stage.place(0)
     stage.close(file, remove=True)
