@@ -31,7 +31,7 @@ from benchmarks.harness.row import Row
 from benchmarks.queues import atropos, gateway, skyrl, transferqueue
 from benchmarks.rewards import sampling
 from benchmarks.sdk import profiler, user_path
-from benchmarks.training import distillation, lending, scoring, trl, weights
+from benchmarks.training import distillation, lending, scoring, stream, trl, weights
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ PARTS: Final = {
     "ready": Part(start.ready_rows),
     "import": Part(start.import_rows),
     "weights": Part(weights.rows),
+    "stream": Part(stream.rows),
     "samplers": Part(sampling.rows),
 }
 

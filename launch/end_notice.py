@@ -24,6 +24,7 @@ DOES: Final[Mapping[Role, str]] = {
     Role.CURRICULUM: "saves its state",
     Role.GATEWAY: "answers its requests",
     Role.INFERENCE: "answers its requests",
+    Role.RELAY: "ends its transfers",
     Role.TEACHER: "answers its requests",
     Role.BROKER: "saves the queued groups",
     Role.TELEMETRY: "records the end",

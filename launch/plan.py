@@ -14,7 +14,7 @@ from rolloutmq.schemas.process import ProcessSpec, Role, python_command
 
 STOP_ORDER: Final[Sequence[frozenset[Role]]] = (
     frozenset({Role.TRAINER, Role.ORCHESTRATOR, Role.CURRICULUM}),
-    frozenset({Role.GATEWAY, Role.INFERENCE, Role.TEACHER}),
+    frozenset({Role.GATEWAY, Role.INFERENCE, Role.RELAY, Role.TEACHER}),
     frozenset({Role.BROKER}),
     frozenset({Role.TELEMETRY}),
 )
@@ -37,6 +37,8 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
     roles = [Role.BROKER, Role.TELEMETRY]
     if config.trainer.enabled:
         roles.append(Role.TRAINER)
+    if config.weights.backend == "stream":
+        roles.append(Role.RELAY)
     if config.inference.kind in {"tiny", "vllm"}:
         roles.append(Role.INFERENCE)
     if config.teacher.path:

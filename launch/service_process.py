@@ -90,6 +90,13 @@ def trainer(run_dir: Path, rank: int | str = 0) -> int:
     return main(run_dir, int(rank))
 
 
+def relay(run_dir: Path, source: Path | str | None = None, listen: str = "") -> int:
+    """Run the relay of the weights."""
+    with gc_paused():
+        from rolloutmq.trainer.weights.stream.relay import main
+    return main(run_dir, Path(source) if source else None, listen)
+
+
 STARTS: Final[dict[str, Callable[..., int]]] = {
     "broker": broker,
     "orchestrator": orchestrator,
@@ -101,10 +108,16 @@ STARTS: Final[dict[str, Callable[..., int]]] = {
     "serve-gateway": gateway,
     "serve-dashboard": dashboard,
     "trainer": trainer,
+    "relay": relay,
 }
 
 
-OPTIONS: Final = {"inference": {"engine"}, "worker": {"worker"}, "trainer": {"rank"}}
+OPTIONS: Final = {
+    "inference": {"engine"},
+    "worker": {"worker"},
+    "trainer": {"rank"},
+    "relay": {"source", "listen"},
+}
 """Options beside the run directory."""
 
 

@@ -18,6 +18,8 @@ registrations.json   trainer, environments and step of the gateway      gateway
 doubts.log           posts that may not have been answered              gateway
 weights.json         address of the shared weights                      trainer
 weights/             weight versions, with the backend `disk`           trainer
+stream.json          address of the stream of weights                   relay
+stage.json           address of an unfinished transfer of weights       relay
 vllm.json            address of vLLM, with the backend `vllm_http`      inference server
 ranks.json           rendezvous address of several ranks                trainer
 model/               configuration and tokenizer of the policy          trainer
@@ -83,6 +85,8 @@ class RunLayout:
         self.doubts = root / "doubts.log"
         self.weights = root / "weights.json"
         self.versions = root / VERSIONS
+        self.stream = root / "stream.json"
+        self.stage = root / "stage.json"
         self.vllm = root / "vllm.json"
         self.ranks = root / "ranks.json"
         self.model = root / "model"
@@ -234,6 +238,26 @@ class SentAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Last version that vLLM received completely; None if it has none of this trainer."""
     waits: str = ""
     """Reason why the trainer waits for vLLM before it pulls again; empty if it does not."""
+
+
+class StreamAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """`stream.json`: where receivers of other hosts get the weights of this run directory."""
+
+    host: str
+    port: int
+    secret: str
+    """Hexadecimal; tickets are made of it. Who can read this file may have the weights."""
+    sealed: bool
+    """Whether the transfers are encrypted."""
+    sender: tuple[int, int, int]
+    """Process of the sender, as `SentAddress.sender`."""
+
+
+class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):
+    """`stage.json`: the segment in which a receiver collects the next version."""
+
+    path: str
+    nonce: str
 
 
 class PostponedPoint(msgspec.Struct, frozen=True, kw_only=True, tag="evaluation_postponed", tag_field="kind"):

@@ -39,6 +39,7 @@ class Role(StrEnum):
     TEACHER = "teacher"
     CURRICULUM = "curriculum"
     DASHBOARD = "dashboard"
+    RELAY = "relay"
     LAUNCHER = "launcher"
 
 

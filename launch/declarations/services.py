@@ -75,6 +75,21 @@ def worker(
     raise typer.Exit(service_process.worker(run_dir, name))
 
 
+@app.command(rich_help_panel=SERVICE)
+def relay(
+    run_dir: RunDirOption,
+    source: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run directory to get the weights from; by default this run's trainer writes them."
+        ),
+    ] = None,
+    listen: Annotated[str, typer.Option(help="Address to serve the weights at: tcp://HOST:PORT.")] = "",
+) -> None:
+    """Run a relay: serve the weights of a run to relays of other hosts, or receive them from one."""
+    raise typer.Exit(service_process.relay(run_dir, source, listen))
+
+
 @app.command("serve-gateway", rich_help_panel=SERVICE, hidden=True)
 def gateway_service(run_dir: RunDirOption) -> None:
     """Run the HTTP gateway of a run."""

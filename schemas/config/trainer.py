@@ -187,9 +187,15 @@ class TrainerConfig(Section):
 class WeightsConfig(Section):
     """`[weights]`: the way of the weights from the trainer to the inference server."""
 
-    backend: Literal["posix_shm", "disk", "vllm_http", "cuda_ipc"] = "posix_shm"
+    backend: Literal["posix_shm", "disk", "vllm_http", "cuda_ipc", "stream"] = "posix_shm"
     """`posix_shm`: trainer and server map the same memory, without a copy. `disk`: each step writes a version below
     `weights/` in the run directory; a `tiny` server or your own reads it. `vllm_http`: the trainer sends each step to
     the run's vLLM through vLLM's weight-update interface; both may be on different devices. `cuda_ipc`: vLLM or your
-    own server maps the weights of a trainer on the same GPU. Neither `vllm_http` nor `cuda_ipc` has run on a GPU yet:
-    they are tested on a CPU, `cuda_ipc` with a simulated GPU."""
+    own server maps the weights of a trainer on the same GPU. `stream`: as `posix_shm`, and a relay serves
+    the weights to the relays of other hosts, whose servers map them there. Neither `vllm_http` nor `cuda_ipc` has run
+    on a GPU yet: they are tested on a CPU, `cuda_ipc` with a simulated GPU."""
+    listen: str = "tcp://127.0.0.1:0"
+    """Address of the relay with the backend `stream`, `tcp://HOST:PORT`; port 0 takes any. On an address that other
+    hosts reach the weights are encrypted, for which the relay and its receivers need the extra `cluster`."""
+    insecure: bool = False
+    """Do not encrypt the weights on an address that other hosts reach. Tickets are still needed."""

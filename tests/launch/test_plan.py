@@ -82,3 +82,8 @@ def test_further_ranks_of_the_trainer_are_processes_of_their_own() -> None:
     assert {spec.crew for spec in specs if spec.role is not Role.TRAINER} == {""}
     assert len({spec.log for spec in specs}) == len(specs)
     assert len(roles(trainer={"ranks": 3, "enabled": False})) == len(roles()) - 1
+
+
+def test_a_stream_of_weights_has_a_relay() -> None:
+    assert roles(weights={"backend": "stream"}).count(Role.RELAY) == 1
+    assert Role.RELAY not in roles()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import transformers  # noqa: F401 - loaded here, so that it is what is frozen
-from tests.trainer.weights.receiver import Server, receiving
+from tests.trainer.support.vllm_receiver import Server, receiving
 from transformers import LlamaForCausalLM  # noqa: F401
 
 import rolloutmq.trainer.loop  # noqa: F401

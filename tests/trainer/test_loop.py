@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.trainer.support.toy import MemoryBroker, SortBroker, run_config, some_group
-from tests.trainer.weights.receiver import Server
+from tests.trainer.support.vllm_receiver import Server
 from torch import nn
 
 from rolloutmq.bus.rundir import write_json

@@ -18,9 +18,9 @@ import pytest
 import torch
 from tests.trainer.support.rank_player import STEPS, UNEVEN, config_of, groups_of, taught_by
 from tests.trainer.support.toy import MemoryBroker
+from tests.trainer.support.vllm_receiver import receiving
 from tests.trainer.test_broker_client import config_of as run_of
 from tests.trainer.test_broker_client import ids, producing, wait_until
-from tests.trainer.weights.receiver import receiving
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.config.environment import EnvironmentConfig

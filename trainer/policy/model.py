@@ -26,7 +26,7 @@ from rolloutmq.trainer.policy.tokenizer import (
     replace,
     write_tokenizer,
 )
-from rolloutmq.trainer.weights.binding import derived, place_derived
+from rolloutmq.trainer.weights.model.binding import derived, place_derived
 
 logger = logging.getLogger(__name__)
 

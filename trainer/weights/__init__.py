@@ -4,7 +4,7 @@ share        interface of all backends, and the levels of verification
 manifest     names, types, shapes and ties of the tensors, and the check that two sides agree (no torch)
 layout       offsets of the tensors, also for servers with fused projections (no torch)
 fingerprint  model properties that shapes do not show, and the tokenizer's fingerprint (no torch)
-binding      makes shared tensors the weights of a model
+model        a model on one side: shared tensors bound to it, and the tables that it computes itself
 lock         control page: version, sequence, and the lock against half-written weights (no torch)
 verify       scratch page for questions between both sides; aliases, digests and logits of a model
 posix_shm    backend for processes of one host: a file in /dev/shm that both map

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -15,6 +16,7 @@ from rolloutmq.trainer.weights import address
 from rolloutmq.trainer.weights.cuda_ipc import CudaShare, share_kind
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
+from rolloutmq.trainer.weights.manifest import named_tensors
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.share import SharedWeights, Source
 from rolloutmq.trainer.weights.vllm_http import VllmSender
@@ -59,6 +61,10 @@ def owned(
         )
     else:
         address.sweep(layout.weights)
+        if backend == "stream" and source is None and next(policy.parameters()).device.type != "cpu":
+            source = partial(
+                named_tensors, policy
+            )  # relays and engines of this host read a copy in its memory
         share = WeightShare.create_or_adopt(
             policy, layout.weights, version=version, fused=fused, tokenizer=tokenizer, source=source
         )
@@ -80,7 +86,7 @@ def attach_as(
         SegmentGoneError: The address file is not there yet, or belongs to another backend.
     """
     match backend:
-        case "posix_shm":
+        case "posix_shm" | "stream":
             return WeightShare.attach(model, address_file, tokenizer=tokenizer)
         case "disk":
             return DiskShare.attach(model, address_file, tokenizer=tokenizer)

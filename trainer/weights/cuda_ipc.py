@@ -36,9 +36,9 @@ from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.shm.segment_file import SegmentFile
 from rolloutmq.schemas.errors import MissingError, SegmentGoneError, WeightsMismatchError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer.weights.lock import PAGE_BYTES
+from rolloutmq.trainer.weights.lock import PAGE_BYTES, TENSORS_AT
 from rolloutmq.trainer.weights.manifest import WeightManifest, named_tensors
-from rolloutmq.trainer.weights.posix_shm import TENSORS_AT, WeightShare, mapped
+from rolloutmq.trainer.weights.posix_shm import WeightShare, mapped
 
 ARGUMENTS: Final = 15
 """Arguments of `rebuild_cuda_tensor`: class, size, stride, offset, storage class, type, device, handle, bytes of the

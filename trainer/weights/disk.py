@@ -47,10 +47,10 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.files import safetensors as safetensors_file
 from rolloutmq.trainer.weights import disk
 from rolloutmq.trainer.weights.address import directory_of, is_locked, own, read_disk
-from rolloutmq.trainer.weights.binding import adopt, manifest_of, prove
 from rolloutmq.trainer.weights.layout import TensorSpec
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S, WRITE_PATIENCE_S
 from rolloutmq.trainer.weights.manifest import WeightManifest, arriving, named_tensors
+from rolloutmq.trainer.weights.model.binding import adopt, manifest_of, prove
 from rolloutmq.trainer.weights.share import Level, Proof, Source, require_own_tensors
 from rolloutmq.trainer.weights.verify import logits_digest, tensor_digests
 

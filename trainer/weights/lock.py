@@ -30,6 +30,8 @@ from rolloutmq.schemas.errors import WeightsBusyError, WeightsTornError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 
 PAGE_BYTES: Final = 4096
+TENSORS_AT: Final = 2 * PAGE_BYTES
+"""Offset of the first tensor: behind the control page and the scratch page of `verify`."""
 LOCKS: Final = Path("/proc/locks")
 READ_PATIENCE_S: Final = 5.0
 """Seconds a reader waits: a write takes milliseconds, so a longer one is stopped or hung."""
@@ -68,6 +70,11 @@ class WeightLock:
     def place_manifest(self, offset: int, nbytes: int) -> None:
         """Record the location of the manifest; for the owner, before others map the segment."""
         self._fields[_MANIFEST_OFFSET], self._fields[_MANIFEST_BYTES] = offset, nbytes
+
+    @property
+    def writes(self) -> int:
+        """Number of complete writes; another after each, also if the version is the same."""
+        return self._fields[_SEQUENCE] >> 1
 
     @property
     def version(self) -> PolicyVersion:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 FORMAT: Final = 3
+MANIFEST_LIMIT_BYTES: Final = 64 << 20
+"""Largest encoded manifest."""
 DTYPES: Final = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "int8", "bool")
 
 

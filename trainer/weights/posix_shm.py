@@ -37,13 +37,18 @@ from rolloutmq.schemas.errors import (
     WeightsMismatchError,
 )
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer.weights.binding import adopt, bind, manifest_of, prove
 from rolloutmq.trainer.weights.layout import PhysicalTensor, TensorSpec, align
-from rolloutmq.trainer.weights.lock import PAGE_BYTES, READ_PATIENCE_S, WRITE_PATIENCE_S, WeightLock
-from rolloutmq.trainer.weights.manifest import WeightManifest, arriving
+from rolloutmq.trainer.weights.lock import (
+    PAGE_BYTES,
+    READ_PATIENCE_S,
+    TENSORS_AT,
+    WRITE_PATIENCE_S,
+    WeightLock,
+)
+from rolloutmq.trainer.weights.manifest import MANIFEST_LIMIT_BYTES, WeightManifest, arriving
+from rolloutmq.trainer.weights.model.binding import adopt, bind, manifest_of, prove
 from rolloutmq.trainer.weights.share import Level, Proof, Source, require_own_tensors
 from rolloutmq.trainer.weights.verify import (
-    SCRATCH_AT,
     Scratch,
     logits_digest,
     require_aliases,
@@ -123,10 +128,6 @@ class Reading:
 
 logger = logging.getLogger(__name__)
 
-
-MANIFEST_LIMIT_BYTES: Final = 64 << 20
-
-TENSORS_AT: Final = SCRATCH_AT + PAGE_BYTES
 
 ANSWER_PATIENCE_S: Final = 10.0
 """Seconds to wait for the other side, which answers with its next step."""

@@ -54,10 +54,10 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.files import safetensors as safetensors_file
 from rolloutmq.trainer.weights import address
 from rolloutmq.trainer.weights.address import PARCEL
-from rolloutmq.trainer.weights.binding import manifest_of
 from rolloutmq.trainer.weights.layout import TensorSpec
 from rolloutmq.trainer.weights.lock import READ_PATIENCE_S, WRITE_PATIENCE_S
 from rolloutmq.trainer.weights.manifest import WeightManifest, arriving, named_tensors
+from rolloutmq.trainer.weights.model.binding import manifest_of
 from rolloutmq.trainer.weights.share import Level, Proof, Source
 from rolloutmq.trainer.weights.verify import digest
 

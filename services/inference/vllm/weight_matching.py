@@ -4,7 +4,7 @@ vLLM has its own names and shapes: fused projections, padded vocabularies. The m
 lists every tensor as vLLM has it (`WeightManifest.fused`), so nothing is guessed: names, types, shapes and ties must be
 equal on both sides. Properties that shapes do not show are compared too: the configuration, the constants of modules
 (epsilons, scalings), and the RoPE tables. Each layer of vLLM reads cos and sin of a position from a table; its rows
-must be those of the owner's forward pass (`trainer.weights.rotation`), bit for bit.
+must be those of the owner's forward pass (`trainer.weights.model.rotation`), bit for bit.
 
 A mapped tensor must lie where the owner's memory is, in one piece. A copy may go to any device, and to several workers
 that share each tensor: vLLM's loaders move and cut it.
@@ -22,7 +22,7 @@ from rolloutmq.services.inference.vllm import known_differences
 from rolloutmq.trainer.weights.fingerprint import plain, require_same_config
 from rolloutmq.trainer.weights.layout import PhysicalTensor
 from rolloutmq.trainer.weights.manifest import Rotation, WeightManifest
-from rolloutmq.trainer.weights.rotation import ROWS, digest
+from rolloutmq.trainer.weights.model.rotation import ROWS, digest
 
 _NEUTRAL: Final = frozenset({"_k_scale", "_v_scale", "_q_scale", "_prob_scale"})
 """vLLM's scales for quantized KV caches; a value of 1 has no effect."""

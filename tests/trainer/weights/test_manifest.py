@@ -13,8 +13,8 @@ from tests.trainer.weights.models import ROPE, built, config, logits, on_meta
 from torch import nn
 
 from rolloutmq.schemas.errors import WeightsMismatchError
-from rolloutmq.trainer.weights.binding import adopt, bind, manifest_of, prove, require_real
 from rolloutmq.trainer.weights.manifest import WeightManifest, arriving, describe, named_tensors
+from rolloutmq.trainer.weights.model.binding import adopt, bind, manifest_of, prove, require_real
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 MODELS = {family: built(config(family)) for family in FAMILIES}

@@ -24,8 +24,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tests.trainer.support.vllm_receiver import Server
 from tests.trainer.weights.models import built, config
-from tests.trainer.weights.receiver import Server
 
 from rolloutmq.bus.log_throttle import EVERY_S
 from rolloutmq.bus.rundir import write_json

@@ -226,7 +226,7 @@ def test_what_runs_inside_vllm_needs_no_other_package_of_ours() -> None:
             f"trainer.weights.{name}"
             for name in ("cuda_ipc", "fingerprint", "manifest", "posix_shm", "verify")
         ),
-        *("trainer.weights.rotation", "trainer.weights.vllm_http"),
+        *("trainer.weights.model.rotation", "trainer.weights.vllm_http"),
     )
     code = f"import sys, importlib\nsys.modules |= dict.fromkeys({absent})\n"
     code += "\n".join(f"importlib.import_module('rolloutmq.{module}')" for module in modules)

@@ -12,8 +12,8 @@ from torch import nn
 
 from rolloutmq.schemas.errors import WeightsMismatchError
 from rolloutmq.services.inference.vllm import weight_matching
-from rolloutmq.trainer.weights.binding import manifest_of
 from rolloutmq.trainer.weights.layout import FUSED
+from rolloutmq.trainer.weights.model.binding import manifest_of
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 
 CPU = torch.device("cpu")

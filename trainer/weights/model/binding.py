@@ -22,7 +22,7 @@ from rolloutmq.trainer.weights.manifest import (
     require_derived,
     require_equal,
 )
-from rolloutmq.trainer.weights.rotation import rotations
+from rolloutmq.trainer.weights.model.rotation import rotations
 
 
 def bind(model: nn.Module, manifest: WeightManifest, views: Mapping[str, Tensor], *, keep: bool) -> None:

@@ -1,0 +1,195 @@
+"""Relay: the process that serves the weights of a run directory to other hosts, and gets them from another host.
+
+    trainer's host   weights.json (trainer)  ->  relay: sender
+    another host     relay: receiver  ->  weights.json (relay)  ->  engines; with `listen` also a sender for more relays
+
+Beside a trainer it only reads; without one it owns the weights. It imports no torch, and works with any run directory.
+A source that is away, or refuses, is tried again without end; the log says why.
+"""
+
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Final, Protocol
+from urllib.parse import urlsplit
+
+from rolloutmq.bus.lifecycle import log_failure, set_up_logging, signals
+from rolloutmq.bus.log_throttle import LogThrottle
+from rolloutmq.bus.rundir import load_run, read_json, write_json
+from rolloutmq.bus.shm.segment_file import SegmentOwner
+from rolloutmq.schemas.address import is_loopback
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError, WeightsNotSentError
+from rolloutmq.schemas.files import RunLayout, StreamAddress
+from rolloutmq.trainer.weights.stream import ticket
+from rolloutmq.trainer.weights.stream.channel import Channel, require_cipher
+from rolloutmq.trainer.weights.stream.receiver import Receiver
+from rolloutmq.trainer.weights.stream.sender import Sender
+from rolloutmq.trainer.weights.stream.snapshots import Snapshots
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S: Final = 0.1
+LAST_PAUSE_S: Final = 2.0
+"""Pauses between two attempts to reach a source; each is twice the one before."""
+
+
+class Source(Protocol):
+    """Where a relay gets the weights."""
+
+    def dial(self) -> Channel:
+        """Connect to the sender with a fresh ticket; raises what `Channel.dial` raises."""
+        ...
+
+
+class RunSource:
+    """The sender of a run directory that this host can read.
+
+    Args:
+        layout: The run directory.
+        name: Name of this receiver in the sender's log.
+    """
+
+    def __init__(self, layout: RunLayout, name: str) -> None:
+        self._layout = layout
+        self._name = name
+
+    def dial(self) -> Channel:
+        """See `Source.dial`."""
+        found = read_json(self._layout.stream, StreamAddress)
+        if found is None:
+            raise WeightsNotSentError(
+                "from", f"{self._layout.stream} is not there; no relay serves it", away=True
+            )
+        shown = ticket.issue(found.secret, self._name)
+        return Channel.dial(found.host, found.port, shown, sealed=found.sealed)
+
+
+class Following:
+    """A receiver that follows a source, until asked to stop."""
+
+    def __init__(self, layout: RunLayout, source: Source) -> None:
+        self._source = source
+        self._receiver = Receiver(layout)
+        self._stopping = threading.Event()
+        self._channel: Channel | None = None
+        self._throttle = LogThrottle()
+
+    def stop(self) -> None:
+        """Ask `run` to end; for any thread, and for a signal handler."""
+        self._stopping.set()
+        if (channel := self._channel) is not None:
+            channel.interrupt()
+
+    def run(self) -> None:
+        """Follow the source until asked to stop. Blocks."""
+        pause = FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            try:
+                self._channel = self._source.dial()
+                pause = FIRST_PAUSE_S
+                if self._stopping.is_set():
+                    break
+                self._receiver.follow(self._channel)
+            except RolloutMQError as error:
+                self._complain(str(error))
+                self._stopping.wait(pause)
+                pause = min(2 * pause, LAST_PAUSE_S)
+            finally:
+                if self._channel is not None:
+                    self._channel.close()
+                self._channel = None
+
+    def close(self) -> None:
+        """Release the weights; they stay for the engines and for the next life."""
+        self._receiver.close()
+
+    def _complain(self, why: str) -> None:
+        if not self._stopping.is_set() and self._throttle.is_due(why, time.monotonic()):
+            logger.warning("waiting for=weights reason=%s", why)
+
+
+def host_and_port(listen: str) -> tuple[str, int]:
+    """Return both parts of `tcp://HOST:PORT`.
+
+    Raises:
+        ConfigError: It has another form.
+    """
+    try:
+        parts = urlsplit(listen)
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None and not parts.path:
+            return parts.hostname, parts.port
+    except ValueError:
+        pass
+    raise ConfigError("weights.listen", f"must be tcp://HOST:PORT (got {listen!r}); port 0 takes any")
+
+
+def serving(layout: RunLayout, listen: str, *, insecure: bool) -> tuple[Sender, Snapshots]:
+    """Serve the weights of a run directory, and publish the address. Close both, the sender first.
+
+    Raises:
+        MissingError: Other hosts can reach the address, and the package that encrypts is not installed.
+        ConfigError, AddressInUseError: The address is none, or it is taken.
+    """
+    host, port = host_and_port(listen)
+    sealed = not (insecure or is_loopback(host))
+    if sealed:
+        require_cipher()
+    snapshots = Snapshots(layout.weights)
+    sender = Sender(snapshots, host, port, sealed=sealed)
+    own = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
+    address = StreamAddress(
+        host=own, port=sender.port, secret=sender.secret, sealed=sealed, sender=SegmentOwner.current()
+    )
+    try:
+        write_json(layout.stream, address)
+    except BaseException:
+        sender.close()
+        raise
+    logger.info("serving weights address=%s:%d sealed=%s", host, sender.port, sealed)
+    return sender, snapshots
+
+
+def main(run_dir: Path, source: Path | None = None, listen: str = "") -> int:
+    """Run a relay as a process; return its exit code. Blocks.
+
+    Args:
+        run_dir: Run directory of this host.
+        source: Run directory whose relay sends the weights; without it a trainer of this host writes them.
+        listen: Address to serve them at; by default `weights.listen` beside a trainer, and none with a source.
+    """
+    set_up_logging()
+    try:
+        run(run_dir, source, listen)
+    except Exception as error:  # noqa: BLE001 - the task boundary of the process
+        return log_failure("relay", error)
+    return 0
+
+
+def run(run_dir: Path, source: Path | None, listen: str) -> None:
+    """Run a relay until a signal. Blocks; raises what `serving` and `Receiver` raise."""
+    config, layout = load_run(run_dir)
+    stopping = threading.Event()
+    following = Following(layout, RunSource(RunLayout(source), layout.root.name)) if source else None
+
+    def stop(reason: str) -> None:
+        logger.info("stopping reason=%s", reason)
+        stopping.set()
+        if following is not None:
+            following.stop()
+
+    where = listen or ("" if source else config.weights.listen)
+    served = serving(layout, where, insecure=config.weights.insecure) if where else None
+    try:
+        with signals(stop):
+            if following is None:
+                stopping.wait()
+            else:
+                following.run()
+    finally:
+        if served is not None:
+            for part in served:
+                part.close()
+            layout.stream.unlink(missing_ok=True)
+        if following is not None:
+            following.close()
