@@ -28,6 +28,7 @@ from benchmarks.broker import (
 from benchmarks.end_to_end import panel
 from benchmarks.harness import results
 from benchmarks.harness.row import Row
+from benchmarks.network import curve
 from benchmarks.queues import atropos, gateway, skyrl, transferqueue
 from benchmarks.rewards import sampling
 from benchmarks.sdk import profiler, user_path
@@ -50,6 +51,7 @@ class Part:
 PARTS: Final = {
     "wire": Part(wire.rows),
     "throughput": Part(throughput.rows),
+    "curve": Part(curve.rows),
     "atropos": Part(atropos.rows, atropos.missing),
     "gateway": Part(gateway.rows, atropos.missing),
     "transferqueue": Part(transferqueue.rows, transferqueue.missing),

@@ -113,12 +113,31 @@ def through(
     """
     warm_up_s = max(warm_up_s, lasts_s * WARM_UP_PART)
     clock = lasts_s, warm_up_s, batch or batch_groups(shape)
+    with stage.broker(RunLayout(directory), about):
+        return between(directory, shape, clock, producers, slots)
+
+
+def between(
+    directory: Path,
+    shape: Shape,
+    clock: tuple[float, float, int],
+    producers: int = PRODUCERS,
+    slots: int = SLOTS,
+) -> float:
+    """Run the clients of a broker, and return groups per second.
+
+    Args:
+        directory: Directory with the addresses of the broker.
+        shape: Groups.
+        clock: Counted time, warm-up, and groups of a batch.
+        producers: Number of producers.
+        slots: Groups under way of each.
+    """
     calls = [
         (f"producer-{number}", directory, shape.word, producers // PRODUCERS, slots)
         for number in range(PRODUCERS)
     ]
     with (
-        stage.broker(RunLayout(directory), about),
         stage.player("broker.throughput", "consumer", directory, shape.word, *clock) as consumer,
         stage.players("broker.throughput", calls) as others,
     ):

@@ -471,6 +471,7 @@ class DataPlane:
             self._perform(self.core.subscribed(frame[1:]))
 
     def _publish_one(self) -> None:
+        whole: list[zmq.Frame] = []
         if self._door is None:
             frames = receive_small(self._sockets.publish, EVENT_LIMIT_BYTES)
         else:

@@ -1,0 +1,15 @@
+"""A short round of each side: groups arrive."""
+
+import pytest
+
+from benchmarks.network import curve
+from benchmarks.network.curve import SMALL
+
+
+@pytest.mark.parametrize("door", ["keys", "insecure"])
+def test_groups_arrive_by_the_listener(door: str) -> None:
+    assert curve.rate(SMALL, door, 0.2) > 0  # type: ignore[arg-type]
+
+
+def test_the_relay_moves_groups() -> None:
+    assert curve.relay_rate(SMALL, lasts_s=0.2) > 0
