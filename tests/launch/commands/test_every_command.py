@@ -36,6 +36,7 @@ PROCESSES = frozenset(
         "curriculum",
         "worker",
         "trainer",
+        "relay",
         "serve-gateway",
         "serve-dashboard",
     }
