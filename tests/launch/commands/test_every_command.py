@@ -51,6 +51,7 @@ PROCESSES = frozenset(
         "curriculum",
         "worker",
         "trainer",
+        "relay",
         "serve-gateway",
         "serve-dashboard",
     }

@@ -74,6 +74,20 @@ def test_versions_arrive_whole_with_their_label(trainer: Trainer, host: RunLayou
         engine.share.close()
 
 
+def test_an_address_of_other_hosts_is_sealed(trainer: Trainer, host: RunLayout) -> None:
+    pytest.importorskip("cryptography")
+    trainer.step(3)
+    with trainer.served("tcp://0.0.0.0:0") as address, received(host) as mine:
+        assert address.sealed
+        channel = dial(address)
+        assert channel.sealed
+        mine.take_next(channel)
+        engine = Engine(host)
+        assert engine.version_whole() == V(0, 3)
+        channel.close()
+        engine.share.close()
+
+
 def test_the_version_before_is_whole_until_the_next_is(trainer: Trainer, host: RunLayout) -> None:
     with trainer.served() as address, wire(address.port) as cable, received(host) as mine:
         channel = dial(address, cable.port)
