@@ -41,7 +41,7 @@ def test_hosts_reach_each_other_by_name_and_by_nothing_else(lab: Lab) -> None:
     other.call(sys.executable, "-c", CONNECT, "one")
     # The same address on another switch is another network.
     apart = lab.host("apart", 3, "wan")
-    with pytest.raises(AssertionError, match="timed out|No route to host"):
+    with pytest.raises(AssertionError, match=r"timed out|No route to host"):
         apart.call(sys.executable, "-c", CONNECT, "one")
 
 

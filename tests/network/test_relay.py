@@ -136,8 +136,7 @@ def test_a_half_open_connection_is_silent_in_both_directions(way: tuple[Relay, H
     program = held(client)
     relay.half_open()
     assert talk(client, 256).wrong == 0  # new connections are served
-    program.signal(9)
-    program.wait()
+    program.kill()
     assert established(server) == 1  # the server learns nothing of the client's end
     relay.cut()
     wait_until(lambda: established(server) == 0, "the reset")

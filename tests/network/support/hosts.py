@@ -223,8 +223,7 @@ class Host:
 
     def move_to(self, address: str) -> None:
         """Give the host another address in place of its own; its connections stall."""
-        self.tool("ip", "address", "add", f"{address}/{PREFIX}", "dev", "eth0")
-        self.tool("ip", "address", "del", f"{self.address}/{PREFIX}", "dev", "eth0")
+        self._lab.change_address(f"/proc/{self.pid}/ns/net", self.address, address)
         self.address = address
         self._lab.write_names()
 
@@ -316,6 +315,11 @@ class Lab:
         ):
             self.tool("ip", *command, network=network)
 
+    def change_address(self, network: str, old: str, new: str) -> None:
+        """Give a network namespace another address at its switch."""
+        self.tool("ip", "address", "del", f"{old}/{PREFIX}", "dev", "eth0", network=network)
+        self.tool("ip", "address", "add", f"{new}/{PREFIX}", "dev", "eth0", network=network)
+
     def host(self, name: str, number: int, switch: str = "lan") -> Host:
         """Start a host with the address 10.77.0.NUMBER; its name stands in /etc/hosts of all."""
         host = Host(self, name, f"10.77.0.{number}", switch)
@@ -353,7 +357,7 @@ def shared_paths() -> list[Path]:
 
 def namespaces_of(pid: int) -> frozenset[str]:
     """Return the namespaces of a process, as the kernel names them."""
-    return frozenset(os.readlink(f"/proc/{pid}/ns/{kind}") for kind in ("net", "mnt", "pid_for_children"))
+    return frozenset(str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in ("net", "mnt", "pid_for_children"))
 
 
 def processes_in(spaces: frozenset[str]) -> list[int]:

@@ -2,8 +2,8 @@
 
     python -I -S packet_loss.py N
 
-It asks the kernel over netlink for the rule `numgen random mod N 0 drop` of nftables, as `nft` would, which few machines
-have. 0 removes the rule.
+It asks the kernel over netlink for the rule `numgen random mod N 0 drop` of nftables, as `nft` would, which few
+machines have. 0 removes the rule.
 """
 
 import errno

@@ -1,6 +1,6 @@
 """Producer and consumer programs of the network tests, with the settings that users have.
 
-    python -m tests.network.support.peers produce|consume|count JSON
+    python -m tests.network.support.peers produce|consume|ledger JSON
 
 Every group follows from its id, as in `tests.faults.support.processes`. A producer leaves its ack log, a consumer a
 line for each batch before it settles it and one after, so that a killed one is accounted for too.
@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Final
 
@@ -40,13 +41,17 @@ class Door(msgspec.Struct):
 
 
 class Produce(msgspec.Struct):
-    """Work of a producer: groups `NAME-NUMBER` of consecutive numbers, and a pause after each."""
+    """Work of a producer: groups `NAME-NUMBER` of consecutive numbers, and a pause after each.
+
+    It sends `count` groups, or until the file `until` exists.
+    """
 
     door: Door
     name: str
     acks: str
+    until: str
     first: int = 0
-    count: int = 1
+    count: int = 0
     nbytes: int = 0
     pause_s: float = 0.0
     slots: int = 1
@@ -79,8 +84,10 @@ def produce(told: Produce) -> None:
         slots=told.slots,
         ack_log=Path(told.acks),
     ) as producer:
-        for number in range(told.first, told.first + told.count):
-            producer.send(made(f"{told.name}-{number}", told.nbytes))
+        for number in range(told.count) if told.count else count():
+            if not told.count and Path(told.until).exists():
+                break
+            producer.send(made(f"{told.name}-{told.first + number}", told.nbytes))
             time.sleep(told.pause_s)
         assert producer.flush(LIMIT_S)
 
@@ -115,7 +122,7 @@ def consume(told: Consume) -> None:
                 note("settled", ids)
 
 
-def count(door: Door) -> None:
+def ledger(door: Door) -> None:
     """Print what the ledger of the broker counts."""
     with BlockingClient(resolve_blocking(door.where(), LIMIT_S).serve) as client:
         reply = client.request(GetStatus(), LIMIT_S)
@@ -133,7 +140,7 @@ def main(role: str, told: str) -> None:
     roles: dict[str, tuple[type, Callable[..., None]]] = {
         "produce": (Produce, produce),
         "consume": (Consume, consume),
-        "count": (Door, count),
+        "ledger": (Door, ledger),
     }
     kind, work = roles[role]
     work(msgspec.json.decode(told, type=kind))

@@ -32,6 +32,7 @@ class Relay:
 
     def __init__(self, lab: Lab, target: Host, *ports: int) -> None:
         assert target.switch == "lan"
+        self._lab = lab
         self._target = target
         self._ports: set[int] = set()
         self._process = subprocess.Popen(
@@ -42,7 +43,9 @@ class Relay:
         try:
             legs = json.loads(self._answer())
             place = f"/proc/{first_child(self._process.pid)}/fd"
-            lab.plug("front", "wan", f"{place}/{legs['front']}", target.address)
+            self._front = f"{place}/{legs['front']}"
+            self._address = target.address
+            lab.plug("front", "wan", self._front, target.address)
             lab.plug("back", "lan", f"{place}/{legs['back']}", "10.77.0.250")
         except BaseException:
             self.close()
@@ -52,6 +55,9 @@ class Relay:
 
     def listen(self, *ports: int) -> None:
         """Relay these ports of the target, at its present address."""
+        if self._address != self._target.address:
+            self._lab.change_address(self._front, self._address, self._target.address)
+            self._address = self._target.address
         self._ports |= set(ports)
         self._do("listen", ports=sorted(self._ports), target=self._target.address)
 

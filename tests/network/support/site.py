@@ -3,8 +3,7 @@
 import re
 from collections import Counter
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 
 import msgspec
 from tests.faults.support.processes import SEQUENCES, acked, wait_until
@@ -23,6 +22,10 @@ from rolloutmq.schemas.wire.control import LedgerCounts
 from rolloutmq.services.broker.journal.inspect.verify import Witness, verify
 
 PEERS: Final = "tests.network.support.peers"
+LIFE: Final = 1_000_000
+"""Numbers of the groups of one life of a producer."""
+LEAVE: Final = "/tmp/leave"
+OVER: Final = "/tmp/over"
 RUN: Final = "/tmp/run"
 """The run directory, as each host sees it."""
 
@@ -55,18 +58,9 @@ class Site:
             (client.tmp / "run").mkdir(mode=0o700)
         write_json(self.layout.config, config(broker, **about))
         self.broker = self._started()
-        self._sent: Counter[str] = Counter()
-        self._lives = 0
+        self._lives: Counter[str] = Counter()
         self._logs: list[Path] = []
         self._acks: list[Path] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
-    ) -> None:
-        self.broker.kill()
 
     def _started(self) -> Program:
         before = read_endpoints(self.layout.root)
@@ -115,13 +109,14 @@ class Site:
         """Return how clients find the broker."""
         return Door(run_dir=RUN)
 
-    def produce(self, host: Host, name: str, count: int, **about: Any) -> Program:
-        """Start a producer of so many more groups."""
+    def produce(self, host: Host, name: str, groups: int = 0, **about: Any) -> Program:
+        """Start a life of a producer, which sends so many groups, or goes on until `finish`."""
         acks = host.tmp / f"{name}.acks"
         if acks not in self._acks:
             self._acks.append(acks)
-        told = Produce(self.door(), name, f"/tmp/{acks.name}", self._sent[name], count, **about)
-        self._sent[name] += count
+        first = LIFE * self._lives[name]
+        self._lives[name] += 1
+        told = Produce(self.door(), name, f"/tmp/{acks.name}", LEAVE, first, groups, **about)
         return host.python(name, PEERS, "produce", msgspec.json.encode(told).decode())
 
     def consume(self, host: Host, **about: Any) -> Program:
@@ -129,7 +124,7 @@ class Site:
         log = host.tmp / "trained.log"
         if log not in self._logs:
             self._logs.append(log)
-        told = Consume(self.door(), f"/tmp/{log.name}", "/tmp/over", **about)
+        told = Consume(self.door(), f"/tmp/{log.name}", OVER, **about)
         return host.python("trainer", PEERS, "consume", msgspec.json.encode(told).decode())
 
     def acks(self) -> dict[str, AckedGroup]:
@@ -161,10 +156,16 @@ class Site:
     def count(self) -> LedgerCounts:
         """Return the ledger of the broker."""
         told = msgspec.json.encode(Door(run_dir=RUN)).decode()
-        return msgspec.json.decode(self.host.call("python", "-m", PEERS, "count", told), type=LedgerCounts)
+        return msgspec.json.decode(self.host.call("python", "-m", PEERS, "ledger", told), type=LedgerCounts)
+
+    def status(self) -> str:
+        """Return what `rolloutmq status` prints on the broker's host."""
+        return self.host.call("rolloutmq", "status", RUN)
 
     def finish(self, consumer: Program, *producers: Program) -> None:
         """Let the producers end, fill up the last batch, end the consumer, and account for every group."""
+        for client in self.clients:
+            (client.tmp / Path(LEAVE).name).touch()
         for producer in producers:
             assert producer.wait() == 0, producer.text()
         missing = -self.count().queued % BATCH
@@ -173,7 +174,7 @@ class Site:
             filler = self.produce(self.host, "filler", missing)
             assert filler.wait() == 0, filler.text()
         for client in self.clients:
-            (client.tmp / "over").touch()
+            (client.tmp / Path(OVER).name).touch()
         assert consumer.wait() == 0, consumer.text()
         self.check()
 

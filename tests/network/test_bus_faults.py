@@ -1,0 +1,118 @@
+"""Faults of the way between a broker and its clients on other hosts: every group is trained once.
+
+Clients have the settings that users have. Whatever lasts is told in their logs.
+"""
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+from tests.network.support.hosts import CannotNetworkError, Host, Lab, Program
+from tests.network.support.peers import BATCH
+from tests.network.support.relay import Relay, lose_packets
+from tests.network.support.site import Site, waits_in_log
+
+MIB: Final = 1 << 20
+LOST: Final = r"broker lost|waiting for the broker"
+PACE_S: Final = 0.05
+
+
+class Scene:
+    """A broker behind a relay, two producers and a trainer on another host."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.broker, self.clients = lab.host("broker", 1), lab.host("clients", 2, "wan")
+        self.relay = Relay(lab, self.broker)
+        self.site = Site(lab, self.broker, [self.clients], self.relay)
+        self.consumer = self.site.consume(self.clients)
+        self.producers: list[Program] = []
+        self.produce()
+
+    def produce(self) -> None:
+        """Start the producers."""
+        self.producers += [self.site.produce(self.clients, name, pause_s=PACE_S) for name in ("p0", "p1")]
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.consumer, *self.producers]
+
+    def told(self) -> None:
+        """Wait until every client has told that it lacks the broker."""
+        for program in self.programs:
+            waits_in_log(program, LOST)
+
+
+@pytest.fixture
+def scene(lab: Lab) -> Scene:
+    """A scene in which groups are being trained."""
+    made = Scene(lab)
+    made.site.advance(made.consumer, groups=BATCH)
+    return made
+
+
+def cut(scene: Scene) -> None:
+    """Reset all connections, again and again."""
+    for _ in range(5):
+        scene.relay.cut()
+        scene.site.advance(scene.consumer, groups=BATCH)
+
+
+def half_open(scene: Scene) -> None:
+    scene.relay.half_open()
+    scene.told()
+
+
+def stalled(scene: Scene) -> None:
+    """Nothing passes for longer than the broker waits for a sign of life; then everything does, old and new."""
+    scene.relay.set(stalled=True)
+    scene.told()
+    scene.site.broker.expect(lambda: "silent" in scene.site.status(), "a silent trainer in the status")
+    scene.relay.set(stalled=False)
+
+
+def delayed(scene: Scene) -> None:
+    scene.relay.set(delay_s=0.2)
+    scene.site.advance(scene.consumer)
+
+
+def unplugged(scene: Scene) -> None:
+    """The cable is pulled: no packet passes, and no connection ends."""
+    scene.broker.unplug()
+    scene.told()
+    scene.broker.plug_in()
+
+
+def broker_killed(scene: Scene) -> None:
+    for _ in range(3):
+        scene.site.kill_broker()
+        scene.site.advance(scene.consumer, groups=BATCH)
+
+
+def moved(scene: Scene) -> None:
+    """The broker comes back at another address."""
+    scene.site.move_broker("10.77.0.77")
+
+
+def clients_killed(scene: Scene) -> None:
+    """Every client dies at once, and others go on under their names."""
+    for program in scene.programs:
+        program.kill()
+    scene.producers.clear()
+    scene.consumer = scene.site.consume(scene.clients)
+    scene.produce()
+
+
+FAULTS: Final = {
+    fault.__name__: fault
+    for fault in (cut, half_open, stalled, delayed, unplugged, broker_killed, moved, clients_killed)
+}
+SHORT: Final = ("cut", "half_open")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.extended) for name in FAULTS]
+)
+def test_each_group_is_trained_once(scene: Scene, name: str) -> None:
+    FAULTS[name](scene)
+    scene.site.advance(scene.consumer, groups=BATCH)
+    scene.site.finish(scene.consumer, *scene.producers)
