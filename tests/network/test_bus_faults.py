@@ -3,13 +3,12 @@
 Clients have the settings that users have. Whatever lasts is told in their logs.
 """
 
-from collections.abc import Callable
 from typing import Final
 
 import pytest
-from tests.network.support.hosts import CannotNetworkError, Host, Lab, Program
+from tests.network.support.hosts import Lab, Program
 from tests.network.support.peers import BATCH
-from tests.network.support.relay import Relay, lose_packets
+from tests.network.support.relay import Relay
 from tests.network.support.site import Site, waits_in_log
 
 MIB: Final = 1 << 20
@@ -62,6 +61,17 @@ def half_open(scene: Scene) -> None:
     scene.told()
 
 
+def groups_half_open(scene: Scene) -> None:
+    """A middlebox forgets the connections of the groups alone: the broker still answers requests."""
+    scene.relay.half_open(port_of(scene.site.endpoints.ingest))
+    for producer in scene.producers:
+        waits_in_log(producer, "no group reaches")
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
 def stalled(scene: Scene) -> None:
     """Nothing passes for longer than the broker waits for a sign of life; then everything does, old and new."""
     scene.relay.set(stalled=True)
@@ -104,7 +114,17 @@ def clients_killed(scene: Scene) -> None:
 
 FAULTS: Final = {
     fault.__name__: fault
-    for fault in (cut, half_open, stalled, delayed, unplugged, broker_killed, moved, clients_killed)
+    for fault in (
+        cut,
+        half_open,
+        groups_half_open,
+        stalled,
+        delayed,
+        unplugged,
+        broker_killed,
+        moved,
+        clients_killed,
+    )
 }
 SHORT: Final = ("cut", "half_open")
 

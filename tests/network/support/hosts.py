@@ -357,7 +357,9 @@ def shared_paths() -> list[Path]:
 
 def namespaces_of(pid: int) -> frozenset[str]:
     """Return the namespaces of a process, as the kernel names them."""
-    return frozenset(str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in ("net", "mnt", "pid_for_children"))
+    return frozenset(
+        str(Path(f"/proc/{pid}/ns/{kind}").readlink()) for kind in ("net", "mnt", "pid_for_children")
+    )
 
 
 def processes_in(spaces: frozenset[str]) -> list[int]:

@@ -65,13 +65,13 @@ class Relay:
         """Change `delay_s` (each way), `bytes_per_s` (of a connection), `stalled` or `corrupt_every` (bytes)."""
         self._do("set", **faults)
 
-    def cut(self) -> None:
-        """End all connections by RST."""
-        self._do("cut")
+    def cut(self, *ports: int) -> None:
+        """End all connections by RST, or those of some ports."""
+        self._do("cut", ports=ports)
 
-    def half_open(self) -> None:
+    def half_open(self, *ports: int) -> None:
         """Forward nothing any more on the present connections, and do not end them; new ones are served."""
-        self._do("half_open")
+        self._do("half_open", ports=ports)
 
     def stats(self) -> RelayStats:
         """Return the counters."""

@@ -7,8 +7,8 @@ its standard input, and each has one line as its answer:
 
     {"do": "listen", "ports": [7760], "target": "10.77.0.1"}   accept at the front, connect at the back
     {"do": "set", "delay_s": 0.2, "bytes_per_s": 0, "stalled": false, "corrupt_every": 0}
-    {"do": "cut"}       end all connections by RST
-    {"do": "half_open"} forget all connections: nothing is forwarded any more, also no end
+    {"do": "cut"}       end all connections by RST; "ports": only those
+    {"do": "half_open"} forget all connections, or those of "ports": nothing is forwarded any more, also no end
     {"do": "stats"}     connections so far, living ones, forwarded bytes, changed bytes
 
 A delayed byte does not hold back those behind it: up to `IN_FLIGHT_BYTES` are under way in each direction, as on a long
@@ -31,6 +31,7 @@ from typing import Any, Final
 CLONE_NEWNET: Final = 0x40000000
 CHUNK: Final = 1 << 16
 IN_FLIGHT_BYTES: Final = 64 << 20
+Ends = tuple[socket.socket, socket.socket]
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
@@ -149,7 +150,7 @@ class Relay:
         self._target = ""
         self._faults = Faults()
         self._listeners: dict[int, asyncio.Task[None]] = {}
-        self._living: dict[asyncio.Task[None], tuple[socket.socket, socket.socket]] = {}
+        self._living: dict[asyncio.Task[None], tuple[int, Ends]] = {}
         self._forgotten: list[socket.socket] = []
 
     def do(self, told: dict[str, Any]) -> dict[str, Any]:
@@ -162,14 +163,14 @@ class Relay:
             case "set":
                 self._faults.set(told)
             case "cut":
-                for task, ends in list(self._living.items()):
+                for task, ends in self._connections(told):
                     task.cancel()
                     for end in ends:
                         reset(end)
                 while self._forgotten:
                     reset(self._forgotten.pop())
             case "half_open":
-                for task, ends in list(self._living.items()):
+                for task, ends in self._connections(told):
                     self._forgotten += [end.dup() for end in ends]
                     task.cancel()
             case "stats":
@@ -181,6 +182,10 @@ class Relay:
             "forwarded": faults.forwarded,
             "changed": faults.changed,
         }
+
+    def _connections(self, told: dict[str, Any]) -> list[tuple[asyncio.Task[None], Ends]]:
+        ports = told.get("ports")
+        return [(task, ends) for task, (port, ends) in self._living.items() if not ports or port in ports]
 
     def _listen(self, port: int) -> None:
         if port in self._listeners:
@@ -198,7 +203,7 @@ class Relay:
             far = socket_in(self._back)
             self._faults.accepted += 1
             task = asyncio.create_task(self._connect(near, far, port))
-            self._living[task] = near, far
+            self._living[task] = port, (near, far)
             task.add_done_callback(self._living.pop)
 
     async def _connect(self, near: socket.socket, far: socket.socket, port: int) -> None:
