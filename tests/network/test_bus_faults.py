@@ -9,7 +9,7 @@ import pytest
 from tests.network.support.hosts import Lab, Program
 from tests.network.support.peers import BATCH
 from tests.network.support.relay import Relay
-from tests.network.support.site import Site, waits_in_log
+from tests.network.support.site import PORTS, Site, waits_in_log
 
 MIB: Final = 1 << 20
 LOST: Final = r"broker lost|waiting for the broker"
@@ -63,13 +63,9 @@ def half_open(scene: Scene) -> None:
 
 def groups_half_open(scene: Scene) -> None:
     """A middlebox forgets the connections of the groups alone: the broker still answers requests."""
-    scene.relay.half_open(port_of(scene.site.endpoints.ingest))
+    scene.relay.half_open(PORTS["ingest"])
     for producer in scene.producers:
         waits_in_log(producer, "no group reaches")
-
-
-def port_of(address: str) -> int:
-    return int(address.rpartition(":")[2])
 
 
 def stalled(scene: Scene) -> None:

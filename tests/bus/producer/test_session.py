@@ -270,7 +270,7 @@ def test_a_pipe_through_which_no_group_comes_is_dead() -> None:
 def test_a_dead_pipe_gets_more_time_the_next_time_until_a_group_comes() -> None:
     session = opened(2)
     send(session, 0.0)
-    lives = []
+    lives: list[float] = []
     for _ in range(9):
         began = now = 1e3 * len(lives)
         session.reconnected()

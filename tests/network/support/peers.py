@@ -21,6 +21,7 @@ from tests.faults.support.processes import LIMIT_S, SEQUENCES, is_whole, made
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport.endpoint import Where, resolve_blocking
+from rolloutmq.bus.transport.remote import remote
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
@@ -31,13 +32,14 @@ WAIT_S: Final = 0.5
 
 
 class Door(msgspec.Struct):
-    """How a program finds its broker: the run directory on its own host, or an address."""
+    """How a program finds its broker: the run directory on its own host, or an address and the file of a key."""
 
     run_dir: str = ""
     address: str = ""
+    key: str = ""
 
     def where(self) -> Where:
-        return self.address or Path(self.run_dir)
+        return remote(self.address, self.key) if self.address else Path(self.run_dir)
 
 
 class Produce(msgspec.Struct):

@@ -13,15 +13,21 @@ from tests.network.support.relay import Relay
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.endpoint import read_endpoints
+from rolloutmq.bus.transport.keys.bundle import save_bundle
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
-from rolloutmq.schemas.files import AckedGroup, Endpoints, RunLayout
+from rolloutmq.schemas.files import AckedGroup, RunLayout
+from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.wire.control import LedgerCounts
 from rolloutmq.services.broker.journal.inspect.verify import Witness, verify
 
 PEERS: Final = "tests.network.support.peers"
+PORT: Final = 7760
+PORTS: Final = {name: PORT + number for number, name in enumerate(("serve", "ingest", "events", "publish"))}
+ADDRESS: Final = f"tcp://broker:{PORT}"
 LIFE: Final = 1_000_000
 """Numbers of the groups of one life of a producer."""
 LEAVE: Final = "/tmp/leave"
@@ -30,22 +36,22 @@ RUN: Final = "/tmp/run"
 """The run directory, as each host sees it."""
 
 
-def config(host: Host, **broker: Any) -> RunConfig:
-    """Return a run without a staleness bound, whose broker other hosts reach without keys."""
+def config(**broker: Any) -> RunConfig:
+    """Return a run without a staleness bound, whose broker other hosts reach with keys."""
     env = EnvironmentConfig(entry="a:B", group_size=SEQUENCES, pacing=False, stale="pass")
-    told = {"transport": "tcp", "host": host.address, "insecure": True, **broker}
+    section = {"listen": f"tcp://0.0.0.0:{PORT}", "keys": "keys", **broker}
     return RunConfig(
+        base_dir=Path("/tmp"),
         environment={"e": env},
-        broker=BrokerConfig.model_validate(told),
+        broker=BrokerConfig.model_validate(section),
         trainer=TrainerConfig(batch_sequences=BATCH * SEQUENCES),
     )
 
 
 class Site:
-    """The broker of a run and its clients.
+    """The broker of a run and its clients, each with a key of its own.
 
-    Clients have a run directory of their own, with nothing but the broker's addresses. A restarted broker has other
-    ports; `tell` carries the addresses to the clients, and to the relay if there is one.
+    Clients know the name of the broker's host and their key, and nothing else.
     """
 
     def __init__(
@@ -54,9 +60,8 @@ class Site:
         self.lab, self.host, self.clients, self.relay = lab, broker, clients, relay
         self.layout = RunLayout(broker.tmp / "run")
         self.layout.root.mkdir(mode=0o700)
-        for client in clients:
-            (client.tmp / "run").mkdir(mode=0o700)
-        write_json(self.layout.config, config(broker, **about))
+        self.keys = KeyDirectory.create(broker.tmp / "keys")
+        write_json(self.layout.config, config(**about))
         self.broker = self._started()
         self._lives: Counter[str] = Counter()
         self._logs: list[Path] = []
@@ -71,27 +76,9 @@ class Site:
             return found is not None and (before is None or found.epoch != before.epoch)
 
         broker.expect(ready, "the broker")
-        self.tell()
-        return broker
-
-    @property
-    def endpoints(self) -> Endpoints:
-        """Addresses of the broker."""
-        found = read_endpoints(self.layout.root)
-        assert found is not None
-        return found
-
-    def ports(self) -> list[int]:
-        """Return the ports of the broker."""
-        found = self.endpoints
-        return [int(at.rpartition(":")[2]) for at in (found.serve, found.ingest, found.events, found.publish)]
-
-    def tell(self) -> None:
-        """Tell the clients, and the relay, where the broker is now."""
         if self.relay is not None:
-            self.relay.listen(*self.ports())
-        for client in self.clients:
-            write_json(RunLayout(client.tmp / "run").endpoints, self.endpoints)
+            self.relay.listen(*PORTS.values())
+        return broker
 
     def kill_broker(self) -> None:
         """Kill the broker and start another life."""
@@ -102,12 +89,20 @@ class Site:
         """Start another life of the broker at another address of its host."""
         assert self.broker.end() == 0, self.broker.text()
         self.host.move_to(address)
-        write_json(self.layout.config, config(self.host))
         self.broker = self._started()
 
-    def door(self) -> Door:
-        """Return how clients find the broker."""
-        return Door(run_dir=RUN)
+    def key(self, host: Host, name: str, role: Role) -> str:
+        """Return the file of a key on a host, a new one if it has none of that name."""
+        place = host.tmp / f"{name}.key"
+        if not place.exists():
+            save_bundle(place, self.keys.new(name, role))
+        return f"/tmp/{place.name}"
+
+    def door(self, host: Host, name: str, role: Role) -> Door:
+        """Return how a client finds the broker."""
+        if host is self.host:
+            return Door(run_dir=RUN)
+        return Door(address=ADDRESS, key=self.key(host, name, role))
 
     def produce(self, host: Host, name: str, groups: int = 0, **about: Any) -> Program:
         """Start a life of a producer, which sends so many groups, or goes on until `finish`."""
@@ -116,7 +111,9 @@ class Site:
             self._acks.append(acks)
         first = LIFE * self._lives[name]
         self._lives[name] += 1
-        told = Produce(self.door(), name, f"/tmp/{acks.name}", LEAVE, first, groups, **about)
+        told = Produce(
+            self.door(host, name, Role.WORKER), name, f"/tmp/{acks.name}", LEAVE, first, groups, **about
+        )
         return host.python(name, PEERS, "produce", msgspec.json.encode(told).decode())
 
     def consume(self, host: Host, **about: Any) -> Program:
@@ -124,7 +121,7 @@ class Site:
         log = host.tmp / "trained.log"
         if log not in self._logs:
             self._logs.append(log)
-        told = Consume(self.door(), f"/tmp/{log.name}", OVER, **about)
+        told = Consume(self.door(host, "trainer-0", Role.TRAINER), f"/tmp/{log.name}", OVER, **about)
         return host.python("trainer", PEERS, "consume", msgspec.json.encode(told).decode())
 
     def acks(self) -> dict[str, AckedGroup]:
