@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from tests.network.support import hosts
 from tests.network.support.hosts import Lab
+from tests.network.support.peers import BATCH
+from tests.network.support.site import Scene
 
 
 @pytest.fixture
@@ -15,3 +17,11 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
         pytest.skip(f"no network namespaces for this user: {problem}")
     with Lab(tmp_path / "lab") as made:
         yield made
+
+
+@pytest.fixture
+def scene(lab: Lab) -> Scene:
+    """A scene in which groups are being trained."""
+    made = Scene(lab)
+    made.site.advance(made.consumer, groups=BATCH)
+    return made

@@ -6,47 +6,8 @@ Clients have the settings that users have. Whatever lasts is told in their logs.
 from typing import Final
 
 import pytest
-from tests.network.support.hosts import Lab, Program
 from tests.network.support.peers import BATCH
-from tests.network.support.relay import Relay
-from tests.network.support.site import PORTS, Site, waits_in_log
-
-MIB: Final = 1 << 20
-LOST: Final = r"broker lost|waiting for the broker"
-PACE_S: Final = 0.05
-
-
-class Scene:
-    """A broker behind a relay, two producers and a trainer on another host."""
-
-    def __init__(self, lab: Lab) -> None:
-        self.broker, self.clients = lab.host("broker", 1), lab.host("clients", 2, "wan")
-        self.relay = Relay(lab, self.broker)
-        self.site = Site(lab, self.broker, [self.clients], self.relay)
-        self.consumer = self.site.consume(self.clients)
-        self.producers: list[Program] = []
-        self.produce()
-
-    def produce(self) -> None:
-        """Start the producers."""
-        self.producers += [self.site.produce(self.clients, name, pause_s=PACE_S) for name in ("p0", "p1")]
-
-    @property
-    def programs(self) -> list[Program]:
-        return [self.consumer, *self.producers]
-
-    def told(self) -> None:
-        """Wait until every client has told that it lacks the broker."""
-        for program in self.programs:
-            waits_in_log(program, LOST)
-
-
-@pytest.fixture
-def scene(lab: Lab) -> Scene:
-    """A scene in which groups are being trained."""
-    made = Scene(lab)
-    made.site.advance(made.consumer, groups=BATCH)
-    return made
+from tests.network.support.site import PORTS, Scene, waits_in_log
 
 
 def cut(scene: Scene) -> None:

@@ -28,6 +28,8 @@ PEERS: Final = "tests.network.support.peers"
 PORT: Final = 7760
 PORTS: Final = {name: PORT + number for number, name in enumerate(("serve", "ingest", "events", "publish"))}
 ADDRESS: Final = f"tcp://broker:{PORT}"
+LOST: Final = r"broker lost|waiting for the broker"
+PACE_S: Final = 0.05
 LIFE: Final = 1_000_000
 """Numbers of the groups of one life of a producer."""
 LEAVE: Final = "/tmp/leave"
@@ -193,6 +195,31 @@ class Site:
         verdict = verify(self.layout.journal, self.layout.dead, lambda: witness)
         assert verdict.problems == []
         assert verdict.accepted == counts.accepted
+
+
+class Scene:
+    """A broker behind a relay, two producers and a trainer on another host."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.broker, self.clients = lab.host("broker", 1), lab.host("clients", 2, "wan")
+        self.relay = Relay(lab, self.broker)
+        self.site = Site(lab, self.broker, [self.clients], self.relay)
+        self.consumer = self.site.consume(self.clients)
+        self.producers: list[Program] = []
+        self.produce()
+
+    def produce(self) -> None:
+        """Start the producers."""
+        self.producers += [self.site.produce(self.clients, name, pause_s=PACE_S) for name in ("p0", "p1")]
+
+    @property
+    def programs(self) -> list[Program]:
+        return [self.consumer, *self.producers]
+
+    def told(self) -> None:
+        """Wait until every client has told that it lacks the broker."""
+        for program in self.programs:
+            waits_in_log(program, LOST)
 
 
 def waits_in_log(program: Program, pattern: str) -> None:
