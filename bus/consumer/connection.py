@@ -265,6 +265,9 @@ class ConsumerConnection:
                     continue
                 client = self._sockets.client
                 if not await self._heard(self._sockets) and (looking is None or looking.done()):
+                    logger.warning(
+                        "broker lost, reconnecting error=no answer to heartbeats address=%s", client.address
+                    )
                     # This also ends the request in progress, which is then sent to the broker that is found.
                     looking = tasks.create_task(self._come_back(self._connect(client)), name="reconnect")
 

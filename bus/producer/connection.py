@@ -95,6 +95,7 @@ class ProducerConnection:
         self._waiting = waiting
         self._context = shared.borrow()
         self._sockets: _Sockets | None = None
+        self._ingest = ""
         self._turn = asyncio.Lock()
         """Registrations and syncs never overlap: a sync after a newer registration would be refused as fenced."""
         self._look = asyncio.Event()
@@ -146,6 +147,7 @@ class ProducerConnection:
             stack.callback(push.close)
             acks = Subscriber(place.events, [topics.ack(producer)], self._context, client.keys)
             await stack.enter_async_context(acks)
+            self._ingest = place.ingest
             self.max_group_bytes = place.max_group_bytes
             self.info = place.info
             if place.epoch == self._session.epoch:
@@ -374,6 +376,10 @@ class ProducerConnection:
         if again:
             logger.warning("resending groups=%d first=%s", len(again), again[0].header.group_id)
         self._on_accepted(accepted)
+        if self._session.pipe_is_dead(reply, time.monotonic()):
+            raise _Lost(
+                f"the broker answers, but no group reaches {self._ingest}: another connection is tried"
+            )
 
     async def _granted(self, client: BrokerClient, message: Request) -> Reply:
         """Send a request; a broker that does not know the session counts as restarted."""

@@ -8,6 +8,9 @@ Syncs: published acks may be lost, so the session sends a `Sync` request
 Only the reply to a Sync decides which groups are resent. The reply can overtake groups that a busy broker has not read,
 so slow acks extend the time after which a group counts as lost.
 
+Pipes: requests and groups have a connection each. A middlebox may forget the one of the groups and end neither side. So
+a broker that answers syncs, and gets no group for `PIPE_S`, needs a new pipe.
+
 Sequence numbers: if the broker knows the session and every group that it acked, the numbers stay and the broker drops
 duplicates, also after a restart. Otherwise the unacked groups become the first ones of a new session.
 
@@ -30,7 +33,7 @@ from rolloutmq.bus.shm.arena_allocator import ArenaBlock
 from rolloutmq.schemas.errors import LimitExceededError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import PROTOCOL_VERSION, Envelope, PolicyVersion
-from rolloutmq.schemas.wire.replies import Ack
+from rolloutmq.schemas.wire.replies import Ack, Wait
 from rolloutmq.schemas.wire.requests import Goodbye, RegisterProducer, Sync
 
 SILENCE_S: Final = 1.0
@@ -39,12 +42,20 @@ ALIVE_S: Final = 3.0
 """A third of the silence after which the broker treats a producer as dead."""
 SLACK_MAX_S: Final = 4.0
 """Most time that slow acks add before a group counts as lost."""
+PIPE_S: Final = 10.0
+"""Time in which no group gets through to a broker that answers and reads; after it the pipe counts as dead."""
+PIPE_MAX_S: Final = 600.0
+"""Longest such time. It doubles with each pipe in vain: a slow line may need minutes for a large group."""
 REPORT_S: Final = 0.1
 """Least time between two reports of abandoned rollouts."""
 PACK_GROUPS: Final = 16
 """Most groups of one message; their headers fit into an envelope unless their names are very long."""
 PACK_BYTES: Final = 4 << 20
 """Most bytes of the groups of one message: the broker serves other producers between two messages."""
+
+
+_HELD: Final = frozenset({Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW})
+"""Waits of a broker that may not read its producers."""
 
 
 class StagedGroup(NamedTuple):
@@ -86,6 +97,9 @@ class SessionState:
         self._slack_s = 0.0
         """Time added to `RESEND_S` before a group counts as lost."""
         self._reported = 0
+        self._blocked_at: float | None = None
+        """Time of the first sync that found groups to send, since a group got through."""
+        self._pipe_s = PIPE_S
 
     def registration(self, *, new: bool = False) -> RegisterProducer:
         """Return the request that continues the session, or opens the first or a `new` one."""
@@ -111,6 +125,7 @@ class SessionState:
 
     def reconnected(self) -> None:
         """Note new sockets to the same broker: sent groups may be lost, so a sync is due."""
+        self._blocked_at = None
         self.spool.doubt()
 
     def forget(self) -> None:
@@ -128,6 +143,7 @@ class SessionState:
         self.number, self.epoch = ack.session, ack.epoch
         self.declared.clear()
         self._asked_at = now
+        self._blocked_at = None
         self._heed(ack)
         return self._apply(ack, now)
 
@@ -157,6 +173,20 @@ class SessionState:
         moment = now - self._slack_s
         return self.acked(ack, now), self.spool.send_overdue_again(moment)
 
+    def pipe_is_dead(self, answer: Ack, now: float) -> bool:
+        """Whether groups need a new pipe, after the sync with this answer: call it once for each."""
+        if answer.wait in _HELD:
+            self._blocked_at = None
+            return False
+        if next(self.spool.unsent(self.credit.byte_limit), None) is None:
+            return False  # all are under way, and not overdue
+        if self._blocked_at is None:
+            self._blocked_at = now
+        if now - self._blocked_at < self._pipe_s:
+            return False
+        self._pipe_s = min(2 * self._pipe_s, PIPE_MAX_S)
+        return True
+
     def silent_s(self, now: float) -> float:
         """Return for how many seconds the broker has said nothing; 0 before the first registration."""
         return now - self._heard_at if self._heard_at else 0.0
@@ -168,6 +198,8 @@ class SessionState:
         if self.arena is not None:
             self.arena.slots.release(ack.released)
         accepted = self.spool.accepted(ack)
+        if accepted or not len(self.spool):
+            self._blocked_at, self._pipe_s = None, PIPE_S
         if accepted:
             self._known_at = max(self._known_at, accepted[-1].sent_at)
             if accepted[0].sends == 1:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.nvml.driver import GIB, Driver, gpu
+from tests.services.nvml.driver import GIB, Driver, gpu
 
 from benchmarks.end_to_end import scenario
 from benchmarks.end_to_end.scenario import LiveRun, steps_logged

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from rolloutmq.bus.encoding import codec
@@ -10,20 +11,22 @@ from rolloutmq.bus.producer.session import (
     ALIVE_S,
     PACK_BYTES,
     PACK_GROUPS,
+    PIPE_MAX_S,
+    PIPE_S,
     REPORT_S,
     SILENCE_S,
     SLACK_MAX_S,
     SessionState,
 )
-from rolloutmq.bus.producer.spool import RESEND_S, Spool, SpoolEntry
+from rolloutmq.bus.producer.spool import RESEND_MAX_S, RESEND_S, Spool, SpoolEntry
 from rolloutmq.bus.shm.arena import Arena, MappedArena
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import Envelope, Split
-from rolloutmq.schemas.wire.replies import Ack
+from rolloutmq.schemas.wire.replies import Ack, Wait
 from rolloutmq.schemas.wire.requests import RegisterProducer
 
 
-def ack(session: int = 5, epoch: int = 1, cumulative: int = 0, **more: int | bytes) -> Ack:
+def ack(session: int = 5, epoch: int = 1, cumulative: int = 0, **more: int | bytes | Wait) -> Ack:
     values = {"byte_limit": 1 << 30, "start_limit": 4, **more}
     return Ack(epoch=epoch, session=session, cumulative=cumulative, **values)  # type: ignore[arg-type]
 
@@ -245,6 +248,58 @@ def test_after_new_sockets_it_asks_and_sends_only_what_the_broker_lacks() -> Non
     asked = session.ask(0.0)
     _, again = session.synced(ack(cumulative=2), asked, 0.0)
     assert [entry.header.seq for entry in again] == [3, 4] == send(session, 0.0)
+
+
+def synced(session: SessionState, now: float, answer: Ack) -> bool:
+    """Let it sync and resend; return whether it wants another pipe."""
+    session.synced(answer, session.ask(now), now)
+    dead = session.pipe_is_dead(answer, now)
+    send(session, now)
+    return dead
+
+
+def test_a_pipe_through_which_no_group_comes_is_dead() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    times = [RESEND_S * (2**sends - 1) for sends in range(1, 6)]
+    found = [synced(session, now, ack()) for now in times]
+    assert found == [now - times[0] >= PIPE_S for now in times]
+    assert any(found)
+
+
+def test_a_dead_pipe_gets_more_time_the_next_time_until_a_group_comes() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    lives: list[float] = []
+    for _ in range(9):
+        began = now = 1e3 * len(lives)
+        session.reconnected()
+        while not synced(session, now, ack()):
+            now += 1.0
+        lives.append(now - began)
+    assert lives == sorted(lives)
+    assert PIPE_S <= lives[0] < 2 * PIPE_S + RESEND_MAX_S
+    assert PIPE_MAX_S <= lives[-1] <= PIPE_MAX_S + RESEND_MAX_S
+    session.acked(ack(cumulative=1), 1e5)
+    session.reconnected()
+    assert not synced(session, 1e5, ack(cumulative=1))
+    assert any(synced(session, 1e5 + wait, ack(cumulative=1)) for wait in (PIPE_S, PIPE_S + RESEND_MAX_S))
+
+
+@pytest.mark.parametrize("wait", [Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW])
+def test_a_broker_that_does_not_read_says_nothing_about_the_pipe(wait: Wait) -> None:
+    session = opened(1)
+    send(session, 0.0)
+    assert not any(synced(session, 20.0 * look, ack(wait=wait)) for look in range(1, 10))
+
+
+def test_a_pipe_of_an_idle_producer_is_not_dead() -> None:
+    session = opened(1)
+    send(session, 0.0)
+    session.acked(ack(cumulative=1), 0.5)
+    assert not any(synced(session, 20.0 * look, ack(cumulative=1)) for look in range(1, 5))
+    add(session, "later")
+    assert not synced(session, 200.0, ack(cumulative=1))
 
 
 def lay(session: SessionState, name: str, values: int = 1) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from tests.nvml.driver import Driver, gpu
+from tests.services.nvml.driver import Driver, gpu
 
 from rolloutmq.launch.commands import doctor
 from rolloutmq.launch.endings import UserCodeError

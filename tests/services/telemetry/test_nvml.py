@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from tests.nvml.driver import GIB, Driver, Gpu, Instance, Memory, gpu
+from tests.services.nvml.driver import GIB, Driver, Gpu, Instance, Memory, gpu
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.schemas.wire.telemetry import GpuAbsence, GpuSample, GpuState

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import pytest
-from tests.nvml.driver import GIB, Driver, Instance, Memory, gpu
+from tests.services.nvml.driver import GIB, Driver, Instance, Memory, gpu
 
 from rolloutmq.schemas.wire.telemetry import GpuSample
 from rolloutmq.services.monitor.status import gpus

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.nvml.driver import GIB, Driver, Gpu, gpu
+from tests.services.nvml.driver import GIB, Driver, Gpu, gpu
 
 from rolloutmq.schemas.config.orchestrator import HardwareConfig
 from rolloutmq.schemas.wire.hardware import Cause

@@ -13,7 +13,7 @@ from typing import Any
 
 import pynvml
 import pytest
-from tests.nvml.driver import GIB, Driver, Gpu, Instance, Memory, gpu
+from tests.services.nvml.driver import GIB, Driver, Gpu, Instance, Memory, gpu
 from tests.services.orchestrator import children
 from tests.services.orchestrator.children import DRAINABLE
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import pynvml
 import pytest
-from tests.nvml.library import library
+from tests.services.nvml.library import library
 
 GIB: Final = 1 << 30
 VARIABLE: Final = "NVML_STATE"

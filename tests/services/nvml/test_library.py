@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pynvml
 import pytest
-from tests.nvml.driver import GIB, Driver, Gpu, Instance, Memory, gpu
-from tests.nvml.library import NAME, library
+from tests.services.nvml.driver import GIB, Driver, Gpu, Instance, Memory, gpu
+from tests.services.nvml.library import NAME, library
 
 
 @pytest.fixture
