@@ -1,6 +1,7 @@
 """The registry of engines: the inference servers of a run. They share one copy of the weights.
 
-The first engine is called `inference`, further ones `inference-1`, `inference-2`, .... Each replaces its own address
+The first engine is called `inference`, further ones `inference-1`, `inference-2`, .... Engines of other hosts are
+called `inference.NAME`; the broker writes their files by their heartbeats. Each other engine replaces its own address
 file in the run directory once a second. An engine with an unchanged file is dead or hangs. Readers measure that
 with their own monotonic clock, so wall clocks do not matter.
 """
@@ -25,6 +26,7 @@ BEAT_S: Final = 1.0
 SILENT_S: Final = 5.0
 """Time without a change after which an engine counts as silent; on a busy machine four beats may be late."""
 _FILE: Final = re.compile(rf"{FIRST}(-[1-9][0-9]*)?")
+_OTHER: Final = re.compile(rf"{FIRST}\.[A-Za-z0-9][A-Za-z0-9_-]{{0,47}}")
 
 
 def engine_name(number: int) -> str:
@@ -38,13 +40,28 @@ def engine_number(name: str) -> int:
     return -1 if found is None else int((found[1] or "-0")[1:])
 
 
+def is_of_other_host(name: str) -> bool:
+    """Return whether a name is one of an engine of another host than the run's."""
+    return _OTHER.fullmatch(name) is not None
+
+
+def is_engine(name: str) -> bool:
+    """Return whether a name is an engine's."""
+    return engine_number(name) >= 0 or is_of_other_host(name)
+
+
 def engines_of(layout: RunLayout) -> list[InferenceAddress]:
     """Read the address files of all engines in order of number, dead engines included.
 
     An unreadable file is logged and skipped.
     """
-    found = (_read(layout.engine(name)) for name in sorted(_names(layout), key=engine_number))
+    found = (_read(layout.engine(name)) for name in sorted(_names(layout), key=_by_number))
     return [address for address in found if address is not None]
+
+
+def engine_files(layout: RunLayout) -> list[tuple[str, Path]]:
+    """Return name and address file of each engine."""
+    return [(name, layout.engine(name)) for name in _names(layout)]
 
 
 def forget_engines(layout: RunLayout) -> None:
@@ -53,8 +70,12 @@ def forget_engines(layout: RunLayout) -> None:
         layout.engine(name).unlink(missing_ok=True)
 
 
+def _by_number(name: str) -> tuple[bool, int, str]:
+    return is_of_other_host(name), engine_number(name), name
+
+
 def _names(layout: RunLayout) -> list[str]:
-    return [path.stem for path in layout.root.glob(f"{FIRST}*.json") if _FILE.fullmatch(path.stem)]
+    return [path.stem for path in layout.root.glob(f"{FIRST}*.json") if is_engine(path.stem)]
 
 
 def _read(path: Path) -> InferenceAddress | None:

@@ -30,6 +30,7 @@ from rolloutmq.launch.declarations.options import (
     to_read,
 )
 from rolloutmq.launch.declarations.records import dead, ledger
+from rolloutmq.launch.declarations.remote import Connect, Key, mirrored, refuse_logs, shown
 from rolloutmq.launch.declarations.services import Assignments
 from rolloutmq.launch.declarations.services import app as services
 from rolloutmq.launch.endings import guarded
@@ -212,7 +213,7 @@ def replay(
     ] = Path("runs/replay"),
 ) -> None:
     """Replay a recorded run: serve its batches again in the same order, until all are trained."""
-    from rolloutmq.launch.commands import replay as replaying
+    from rolloutmq.launch.commands.records import replay as replaying
 
     raise typer.Exit(replaying.replay(recorded, run_dir))
 
@@ -316,25 +317,39 @@ def ratings(
 
 
 @app.command(rich_help_panel=INSPECT)
-def status(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json = False) -> None:
+def status(
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    connect: Connect = None,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
     """Show the state of a run: queues, workers, and the reason why a process waits."""
     from rolloutmq.services.monitor.status.status import status as show
 
-    raise typer.Exit(show(to_read(run, run_dir), as_json))
+    raise typer.Exit(show(shown(connect, key, run, run_dir), as_json))
 
 
 @app.command(rich_help_panel=INSPECT)
-def workers(run_dir: ReadArgument = None, run: ReadOption = None, as_json: Json = False) -> None:
+def workers(
+    run_dir: ReadArgument = None,
+    run: ReadOption = None,
+    connect: Connect = None,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
     """Show every worker with its state, and the target count of each environment."""
     from rolloutmq.services.monitor.status.workers import workers as show
 
-    raise typer.Exit(show(to_read(run, run_dir), as_json))
+    raise typer.Exit(show(shown(connect, key, run, run_dir), as_json))
 
 
 @app.command(rich_help_panel=INSPECT)
 def top(
     run_dir: ReadArgument = None,
     run: ReadOption = None,
+    connect: Connect = None,
+    key: Key = None,
     once: Annotated[bool, typer.Option("--once", help="Show the present state and end.")] = False,
     no_color: Annotated[bool, typer.Option("--no-color", help="Use no colours, as with NO_COLOR.")] = False,
     as_json: Annotated[
@@ -347,7 +362,7 @@ def top(
     from rolloutmq.services.monitor.live.top import top as watch
 
     program = python_command(sys.executable, "rolloutmq.launch.cli")
-    raise typer.Exit(watch(to_read(run, run_dir), Shown(once, as_json, no_color, program)))
+    raise typer.Exit(watch(shown(connect, key, run, run_dir), Shown(once, as_json, no_color, program)))
 
 
 @app.command(rich_help_panel=INSPECT)
@@ -371,10 +386,12 @@ def logs(
     ],
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log as it grows.")] = False,
     run_dir: ReadOption = None,
+    connect: Connect = None,
 ) -> None:
     """Print the log of one process."""
     from rolloutmq.services.monitor.text.logs import logs as show
 
+    refuse_logs(connect, name)
     raise typer.Exit(show(to_read(run_dir), name, follow=follow))
 
 
@@ -384,11 +401,13 @@ def tail(
         str, typer.Argument(help="Topic prefix. Default: all topics.", autocompletion=completion.topics)
     ] = "",
     run_dir: ReadOption = None,
+    connect: Connect = None,
+    key: Key = None,
 ) -> None:
     """Print bus events as JSON lines; of an ended run, the recorded ones."""
     from rolloutmq.services.monitor.text.tail import tail as show
 
-    raise typer.Exit(show(to_read(run_dir), topic))
+    raise typer.Exit(show(shown(connect, key, run_dir), topic))
 
 
 @app.command(rich_help_panel=INSPECT)
@@ -547,12 +566,14 @@ def simulate(
 def drain(
     worker: Worker,
     run_dir: RunOption = None,
+    connect: Connect = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Drain a worker: it finishes its running rollouts, then exits."""
     from rolloutmq.launch.commands import steer
 
-    where = to_change(run_dir)
+    where = mirrored(connect, key, run_dir) or to_change(run_dir)
     raise typer.Exit(answered(lambda: steer.drain(where, worker), as_json=as_json))
 
 
@@ -567,12 +588,14 @@ def restart(
     ],
     now: Annotated[bool, typer.Option("--now", help="Kill it, instead of draining it.")] = False,
     run_dir: RunOption = None,
+    connect: Connect = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """End a worker or an engine, and start another in its place; also a worker that was given up."""
     from rolloutmq.launch.commands import steer
 
-    where = to_change(run_dir)
+    where = mirrored(connect, key, run_dir) or to_change(run_dir)
     raise typer.Exit(answered(lambda: steer.restart(where, worker, at_once=now), as_json=as_json))
 
 
@@ -587,6 +610,8 @@ def scale(
     ],
     count: Annotated[str, typer.Argument(help="Number of workers or servers, or `auto`.")],
     run_dir: RunOption = None,
+    connect: Connect = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Pin an environment's worker count, or return it to autoscaling with `auto`."""
@@ -595,7 +620,7 @@ def scale(
     if count != "auto" and not count.isdecimal():
         raise typer.BadParameter("must be a number or `auto`", param_hint="count")
     wanted = None if count == "auto" else int(count)
-    where = to_change(run_dir)
+    where = mirrored(connect, key, run_dir) or to_change(run_dir)
     raise typer.Exit(answered(lambda: steer.scale(where, env, wanted), as_json=as_json))
 
 
@@ -605,12 +630,14 @@ def set_values(
         list[str], typer.Argument(metavar="KEY=VALUE...", help="Settings, for example env.math.weight=2.")
     ],
     run_dir: RunOption = None,
+    connect: Connect = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Change settings of a running run atomically; changes survive a broker restart."""
     from rolloutmq.launch.commands import steer
 
-    where = to_change(run_dir)
+    where = mirrored(connect, key, run_dir) or to_change(run_dir)
     raise typer.Exit(answered(lambda: steer.set_values(where, values), as_json=as_json))
 
 
@@ -619,21 +646,29 @@ def cordon(
     gpu: Gpu,
     reason: Annotated[str, typer.Option(help="Reason, shown by `status` and `top`.")] = "asked",
     run_dir: RunOption = None,
+    connect: Connect = None,
+    key: Key = None,
     as_json: Json = False,
 ) -> None:
     """Keep new workers off a GPU; running workers stay."""
     from rolloutmq.launch.commands import gpus
 
-    where = to_change(run_dir)
+    where = mirrored(connect, key, run_dir) or to_change(run_dir)
     raise typer.Exit(answered(lambda: gpus.cordon(where, gpu, reason), as_json=as_json))
 
 
 @app.command(rich_help_panel=STEER)
-def uncordon(gpu: Gpu, run_dir: RunOption = None, as_json: Json = False) -> None:
+def uncordon(
+    gpu: Gpu,
+    run_dir: RunOption = None,
+    connect: Connect = None,
+    key: Key = None,
+    as_json: Json = False,
+) -> None:
     """Allow new workers on a cordoned GPU. The event that caused the cordon is ignored from now on."""
     from rolloutmq.launch.commands import gpus
 
-    where = to_change(run_dir)
+    where = mirrored(connect, key, run_dir) or to_change(run_dir)
     raise typer.Exit(answered(lambda: gpus.uncordon(where, gpu), as_json=as_json))
 
 

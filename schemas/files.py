@@ -13,6 +13,8 @@ endpoints.json       addresses of the broker's sockets                  broker, 
 inference.json       address of the first engine                        inference server, once it is ready
 inference-1.json ... addresses of further engines                       each engine, while it serves
 teacher.json         address of the teacher                             teacher, once it is ready
+connection.json      the run's addresses and key, in the directory of another host    whoever joins
+http_token           token for the run's HTTP servers, on another host  whoever joins
 gateway.json         address of the HTTP interface                      gateway, once it listens
 registrations.json   trainer, environments and step of the gateway      gateway
 doubts.log           posts that may not have been answered              gateway
@@ -80,6 +82,8 @@ class RunLayout:
         self.endpoints = root / "endpoints.json"
         self.inference = root / "inference.json"
         self.teacher = root / "teacher.json"
+        self.connection = root / "connection.json"
+        self.http_token = root / "http_token"
         self.gateway = root / "gateway.json"
         self.registrations = root / "registrations.json"
         self.doubts = root / "doubts.log"
@@ -175,6 +179,15 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     listen: tuple[str, ...] = ()
     insecure: bool = False
     key: str = ""
+
+
+class Connection(msgspec.Struct, frozen=True, kw_only=True):
+    """`connection.json`: how this host reaches a run of another one. The directory is this host's own."""
+
+    addresses: tuple[str, ...]
+    """Addresses of `serve`, the first one first: of one broker, which may be reached by several or move."""
+    key: str = ""
+    """File with the key, on this host; empty without one."""
 
 
 class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -447,6 +460,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     wanted: int | None = None
     """Number that an operator pinned, as the decision took it."""
+    joined: int = 0
+    """Those of `current` that joined by themselves, most from other hosts."""
 
 
 class RestartOutcome(msgspec.Struct, frozen=True, kw_only=True):

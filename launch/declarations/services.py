@@ -7,9 +7,13 @@ import typer
 
 from rolloutmq.launch import service_process
 from rolloutmq.launch.declarations import completion
+from rolloutmq.launch.declarations.joining import DirectoryHere, Grace, Model, NameHere, required
+from rolloutmq.launch.declarations.joining import app as joining
+from rolloutmq.launch.declarations.remote import Connect, Key, connection
 
 SERVICE: Final = "One process of a run"
 app = typer.Typer()
+app.add_typer(joining)
 
 Assignments = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a configuration key.")
@@ -68,11 +72,52 @@ def curriculum(run_dir: RunDirOption) -> None:
 
 @app.command(rich_help_panel=SERVICE)
 def worker(
-    run_dir: RunDirOption,
-    name: Annotated[str, typer.Option("--worker", help="Worker name: ENVIRONMENT-NUMBER.")],
+    env: Annotated[
+        str,
+        typer.Argument(help="Environment of a run of another host, with --connect.", show_default=False),
+    ] = "",
+    run_dir: DirectoryHere = None,
+    worker: Annotated[
+        str, typer.Option("--worker", help="Worker name: ENVIRONMENT-NUMBER.", show_default=False)
+    ] = "",
+    connect: Connect = None,
+    key: Key = None,
+    code: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the environment's code and data on this host; nothing outside is loaded.",
+            show_default=False,
+            metavar="DIR",
+        ),
+    ] = None,
+    allow_module: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Installed module or package that the run may name; repeatable.", show_default=False
+        ),
+    ] = None,
+    allow_variable: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Variable of this host that options may refer to (env:NAME); repeatable.", show_default=False
+        ),
+    ] = None,
+    name: NameHere = "",
+    count: Annotated[int, typer.Option(help="Number of workers.", min=1, max=1024)] = 1,
+    grace: Grace = 25.0,
 ) -> None:
-    """Run an environment worker."""
-    raise typer.Exit(service_process.worker(run_dir, name))
+    """Run an environment worker: of a run directory, or with --connect of a run of another host."""
+    if not connect:
+        found = required(run_dir, "--run-dir"), required(worker, "--worker")
+        raise typer.Exit(service_process.worker(*found))
+    if worker:
+        raise typer.BadParameter("is for a run directory; name the environment", param_hint="--worker")
+    from rolloutmq.launch.commands.remote import programs
+    from rolloutmq.launch.commands.remote.own_code import OwnCode
+
+    own = OwnCode.of(required(code, "--code"), allow_module or (), allow_variable or ())
+    way = programs.Way(connection(connect, key), run_dir, grace, name)
+    raise typer.Exit(programs.join_workers(required(env, "ENV"), count, own, way))
 
 
 @app.command(rich_help_panel=SERVICE)
@@ -104,8 +149,25 @@ def dashboard_service(run_dir: RunDirOption) -> None:
 
 @app.command(rich_help_panel=SERVICE)
 def trainer(
-    run_dir: RunDirOption,
-    rank: Annotated[int, typer.Option(help="Rank, from 0 to trainer.ranks - 1.", min=0)] = 0,
+    run_dir: DirectoryHere = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="Rank, from 0 to trainer.ranks - 1; repeatable with --connect.  [default: 0]", min=0
+        ),
+    ] = None,
+    connect: Connect = None,
+    key: Key = None,
+    model: Model = None,
+    grace: Grace = 25.0,
 ) -> None:
-    """Run one rank of the trainer."""
-    raise typer.Exit(service_process.trainer(run_dir, rank))
+    """Run one rank of the trainer; with --connect ranks of a run of another host."""
+    ranks = rank or [0]
+    if connect:
+        from rolloutmq.launch.commands.remote import programs
+
+        way = programs.Way(connection(connect, key), run_dir, grace)
+        raise typer.Exit(programs.join_trainer(ranks, model, way))
+    if len(ranks) > 1:
+        raise typer.BadParameter("several ranks of one command need --connect", param_hint="--rank")
+    raise typer.Exit(service_process.trainer(required(run_dir, "--run-dir"), ranks[0]))

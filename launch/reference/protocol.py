@@ -28,6 +28,7 @@ from rolloutmq.schemas.wire import (
     evaluation,
     hardware,
     health,
+    joining,
     latency,
     replies,
     requests,
@@ -40,6 +41,7 @@ from rolloutmq.schemas.wire.envelope import Message
 
 MODULES: Final[tuple[ModuleType, ...]] = (
     envelope,
+    joining,
     replies,
     requests,
     tasks,
@@ -136,7 +138,18 @@ CONTROL_EXCHANGES: Final = (
     ),
     Exchange(control.Shutdown, (replies.Ok,), "Nothing changes."),
 )
-EXCHANGES: Final = (*PRODUCER_EXCHANGES, *CONSUMER_EXCHANGES, *TASK_EXCHANGES, *CONTROL_EXCHANGES)
+JOINING_EXCHANGES: Final = (
+    Exchange(joining.GetRun, (joining.RunReply,), "Reads only."),
+    Exchange(joining.GetFile, (joining.FilePart,), "Reads only. The file has changed: error `unknown`."),
+    Exchange(joining.EngineBeat, (replies.Ok,), "The address file is written again."),
+)
+EXCHANGES: Final = (
+    *PRODUCER_EXCHANGES,
+    *CONSUMER_EXCHANGES,
+    *TASK_EXCHANGES,
+    *CONTROL_EXCHANGES,
+    *JOINING_EXCHANGES,
+)
 
 FRAME_STRUCTS: Final[tuple[Struct, ...]] = (
     envelope.Envelope,
@@ -282,6 +295,7 @@ def _requests() -> Iterator[str]:
         "Requests of consumers": CONSUMER_EXCHANGES,
         "Requests for tasks": TASK_EXCHANGES,
         "Requests of workers and operators": CONTROL_EXCHANGES,
+        "Requests of other hosts": JOINING_EXCHANGES,
     }
     for title, exchanges in groups.items():
         yield f"### {title}"

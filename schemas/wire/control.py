@@ -505,6 +505,8 @@ class ScaleDecision(Message, tag="scale_decision", frozen=True, kw_only=True):
     starting: Count = 0
     draining: Count = 0
     failed: Count = 0
+    joined: Count = 0
+    """Those of `current` that joined by themselves, most from other hosts."""
 
 
 ControlRequest = (

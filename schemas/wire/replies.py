@@ -21,6 +21,7 @@ from rolloutmq.schemas.wire.envelope import (
     Name,
     PolicyVersion,
 )
+from rolloutmq.schemas.wire.joining import JoiningReply
 from rolloutmq.schemas.wire.tasks import TaskReply
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
@@ -270,6 +271,7 @@ Reply = (
     | InfoReply
     | ControlReply
     | TaskReply
+    | JoiningReply
     | Ok
     | ErrorReply
 )

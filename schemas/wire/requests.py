@@ -21,6 +21,7 @@ from rolloutmq.schemas.wire.envelope import (
     PolicyVersion,
     Split,
 )
+from rolloutmq.schemas.wire.joining import JoiningRequest
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
 from rolloutmq.schemas.wire.tasks import TaskRequest
 from rolloutmq.schemas.wire.training import StepFigures
@@ -276,4 +277,5 @@ Request = (
     | GetInfo
     | ControlRequest
     | TaskRequest
+    | JoiningRequest
 )

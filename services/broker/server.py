@@ -53,6 +53,7 @@ from rolloutmq.services.broker.io.gatekeeper import Gatekeeper, KnownKeys
 from rolloutmq.services.broker.io.line_log import LineLog
 from rolloutmq.services.broker.io.memory_guard import MemoryAccounts, MemoryGuard
 from rolloutmq.services.broker.io.owner_log import OwnerLog
+from rolloutmq.services.broker.io.shared_run import SharedRun
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 from rolloutmq.services.broker.journal.format.events import Began
 from rolloutmq.services.broker.journal.journal import Journal
@@ -197,7 +198,16 @@ def _started(
         core.bound(endpoints)
         door = listener.door(layout, endpoints.listen)
     plane = DataPlane(
-        core, bound, logs, dead, config.broker.max_group_bytes, wake, journal, memory_guard, door
+        core,
+        bound,
+        logs,
+        dead,
+        config.broker.max_group_bytes,
+        wake,
+        journal,
+        memory_guard,
+        door,
+        SharedRun(config, layout, epoch),
     )
     broker = Broker(core, plane, endpoints, on_end)
     stack.callback(layout.endpoints.unlink, missing_ok=True)

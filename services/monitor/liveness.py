@@ -94,7 +94,9 @@ class Fate:
 
 
 def fate_of(layout: RunLayout) -> Fate:
-    """Inspect a run directory in any state."""
+    """Inspect a run directory in any state. A run of another host counts as active: only its broker can tell more."""
+    if layout.connection.exists():
+        return Fate(RunLiveness.LIVING, broker=endpoints_of(layout) is not None)
     broker = _broker_lives(layout)
     launcher = _read(layout.owner, ProcessIdentity)
     if launcher is not None:

@@ -15,7 +15,7 @@ import logging
 import secrets
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -31,7 +31,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import RolloutMQError, WorkersFailedError
 from rolloutmq.schemas.files import EnvironmentRecord, RunLayout, Supervision
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role, python_command
-from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.control import SILENT_S, WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.autoscaler import Autoscaler, ScaleTarget
 from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BOUND
 from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog, resume
@@ -56,7 +56,12 @@ from rolloutmq.services.orchestrator.supervision.drain_watch import DrainWatch
 from rolloutmq.services.orchestrator.supervision.hang_watch import HangWatch
 from rolloutmq.services.orchestrator.supervision.replacement import Replacement
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
-from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, number_of
+from rolloutmq.services.orchestrator.supervision.worker_table import (
+    WorkerTable,
+    env_of,
+    number_of,
+    with_joined,
+)
 from rolloutmq.services.orchestrator.worker_logs import WorkerLogs
 from rolloutmq.services.process.child import end_marked, end_strays
 from rolloutmq.services.process.identity import find_names, inherited_token, marker_of
@@ -83,6 +88,10 @@ VERDICT_S: Final = 3.0
 """Longest wait, once all workers of an environment are given up, for the broker to tell what it accepted of them."""
 ENDED_S: Final = 60.0
 """Time an ended worker is remembered: the broker may still report it."""
+
+TOLD_S: Final = 3.0
+"""Longest wait for workers that joined by themselves to hear that they drain. They deliver on their own time."""
+TOLD_LOOK_S: Final = 0.05
 
 NO_GPU: Final = "no_gpu"
 """Bound of workers without a fitting GPU."""
@@ -185,6 +194,7 @@ class Orchestrator:
                         for task in beside:
                             task.cancel()
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
+                        await self._end_joined(reason)
                         await self._workers.stop(self._workers.views(), self._end_ladder, reason)
                         ending.cancel()
                         beating.cancel()
@@ -431,11 +441,12 @@ class Orchestrator:
         now, engines, pressure = time.monotonic(), self._engines.serving, self._client.pressure
         self._replace_failed(now)
         views = self._workers.views()
-        crews = {env: table.crew(views, heard, now) for env, table in self._tables.items()}
-        rooms = self._rooms(crews, now)
+        own = {env: table.crew(views, heard, now) for env, table in self._tables.items()}
+        rooms, joined = self._rooms(own, now), self._joined()
+        crews = {env: with_joined(crew, joined.get(env, ())) for env, crew in own.items()}
         self._scaling.decide(crews, pressure, self._client.heard_at, now, rooms, engines)
         for scale in self._scaling.scales:
-            self._send_away(scale, heard)
+            self._send_away(scale, heard, crews[scale.env].joined)
         for env, number in self._scaling.starts(crews).items():
             if self._replacements[env].pauses(now):
                 continue
@@ -470,9 +481,32 @@ class Orchestrator:
                 rooms[env] = min(found, key=lambda room: room.workers)
         return rooms
 
-    def _send_away(self, scale: ScaleTarget, heard: Heard) -> None:
+    def _joined(self) -> dict[str, list[WorkerStatus]]:
+        """Return the workers that joined by themselves and are heard, by environment."""
+        pressure, views = self._client.pressure, self._workers.views()
+        age_s = time.monotonic() - self._client.heard_at
+        found: defaultdict[str, list[WorkerStatus]] = defaultdict(list)
+        for status in pressure.workers if pressure is not None else ():
+            lives = status.state not in {WorkerState.GONE, WorkerState.FAILED}
+            if lives and status.worker not in views and status.silent_s + age_s <= SILENT_S:
+                found[status.env].append(status)
+        return found
+
+    async def _end_joined(self, reason: str) -> None:
+        """Drain the workers that joined by themselves, as the run's own; wait until they have heard it."""
+        names = [one.worker for workers in self._joined().values() for one in workers]
+        for name in names:
+            self._client.drain(name, reason)
+        until = time.monotonic() + TOLD_S
+        while names and time.monotonic() < until:
+            left = (one for workers in self._joined().values() for one in workers)
+            names = [one.worker for one in left if not one.draining and one.worker in names]
+            await asyncio.sleep(TOLD_LOOK_S)
+
+    def _send_away(self, scale: ScaleTarget, heard: Heard, joined: int) -> None:
         views = self._workers.views()
-        for name in self._tables[scale.env].surplus(views, heard, scale.decision.target):
+        target = max(0, scale.decision.target - joined)
+        for name in self._tables[scale.env].surplus(views, heard, target):
             if views[name].phase is Phase.FATAL:
                 self._workers.forget(name)
             elif self._client.pressure is not None:

@@ -95,6 +95,7 @@ class StateFile:
             current=decision.current,
             reason=decision.reason,
             wanted=wanted,
+            joined=decision.joined,
         )
         moved = known is None or msgspec.structs.replace(known, reason=new.reason) != new
         if moved or now - self._reason_at >= REASON_S:

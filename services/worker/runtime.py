@@ -348,6 +348,8 @@ class Worker:
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
                 token="" if self.config.inference.kind == "external" else http_token(self.config),
                 latencies=CallLatencies(self._latencies, self.env),
+                # A server of another host names a directory there.
+                root=str(self.layout.model) if self.layout.connection.exists() else "",
             )
         )
 

@@ -82,7 +82,7 @@ def test_the_options_reach_the_process(
         ((), "Usage"),
         (("nonsense", "--run-dir", "x"), "No such command"),
         (("broker",), "Missing option"),
-        (("worker", "--run-dir", "x"), "Missing option"),
+        (("worker", "--run-dir", "x"), "Invalid value for --worker"),
         (("broker", "--run-dir", "x", "--rank", "1"), "No such option"),
         (("trainer", "--run-dir", "x", "--rank", "-1"), "Invalid value"),
         (("trainer", "--run-dir"), "requires an argument"),

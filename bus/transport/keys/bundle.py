@@ -1,12 +1,17 @@
 """The key of a client: the file that it carries, and the CURVE keys of its sockets."""
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from rolloutmq.bus.transport.keys.key_files import read_secret, write_secret
 from rolloutmq.schemas.errors import ConfigError, UnusablePathError
 from rolloutmq.schemas.files import Endpoints
 from rolloutmq.schemas.network.keys import Bundle
+
+OWN_KEY: Final = "ROLLOUTMQ_KEY"
+"""Variable with the file of this process's key, in place of that in `endpoints.json`."""
 
 
 @dataclass(frozen=True)
@@ -62,4 +67,5 @@ def load_keys(path: Path) -> CurveKeys:
 
 def keys_of(endpoints: Endpoints) -> CurveKeys | None:
     """Return the keys for sockets to these addresses, None if they need none; raises what `load_bundle` raises."""
-    return load_keys(Path(endpoints.key)) if endpoints.key else None
+    # Programs of several roles may share one directory of a run of another host.
+    return load_keys(Path(os.environ.get(OWN_KEY) or endpoints.key)) if endpoints.key else None

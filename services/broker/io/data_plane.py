@@ -27,7 +27,8 @@ from rolloutmq.bus.transport.sockets import Socket
 from rolloutmq.schemas.errors import MalformedError, WireError
 from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire.control import Requeue
-from rolloutmq.schemas.wire.envelope import Envelope, GroupHeader
+from rolloutmq.schemas.wire.envelope import Envelope, ErrorCode, GroupHeader
+from rolloutmq.schemas.wire.joining import EngineBeat, GetFile, GetRun
 from rolloutmq.schemas.wire.replies import ErrorReply
 from rolloutmq.schemas.wire.replies import Reply as ReplyMessage
 from rolloutmq.services.broker.actions import (
@@ -55,6 +56,7 @@ from rolloutmq.services.broker.io.receive import (
     receive_small_frames,
     route_of,
 )
+from rolloutmq.services.broker.io.shared_run import SharedRun
 from rolloutmq.services.broker.io.stale_log import StaleLog
 from rolloutmq.services.broker.journal.dead_letters import DeadGroup, DeadLetterStore
 from rolloutmq.services.broker.journal.journal import Journal
@@ -114,6 +116,9 @@ QUIET_MS: Final = 20
 
 DISCARD_S: Final = 0.5
 """Longest time to discard messages on `ingest` after all connections were cut; peers send more when they reconnect."""
+
+SWEEP_S: Final = 1.0
+"""How often silent engines of other hosts are looked for."""
 
 IDLE_S: Final = 60.0
 """Longest wait without a deadline."""
@@ -177,6 +182,7 @@ class DataPlane:
         journal: Journal | None = None,
         memory_guard: MemoryGuard | None = None,
         door: Door | None = None,
+        shared_run: SharedRun | None = None,
     ) -> None:
         self.core = core
         self._journal = journal
@@ -194,6 +200,8 @@ class DataPlane:
         self._fd_guard = FdGuard(sockets.addresses)
         self._memory_guard = memory_guard
         self._door = door
+        self._shared_run = shared_run
+        self._sweep_due = 0.0
         self._logs = logs
         self._max_group_bytes = max_group_bytes
         self._admission = Admission(journal, max_group_bytes)
@@ -292,6 +300,9 @@ class DataPlane:
                 self.core.journaled(self._journal.status(), now)
             self._perform(self.core.tick(now, time.time()))
             self._warn(self._stale_log.warnings(now))
+            if self._shared_run is not None and now >= self._sweep_due:
+                self._sweep_due = now + SWEEP_S
+                self._shared_run.sweep(now)
 
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -401,6 +412,8 @@ class DataPlane:
             request = asked
         if isinstance(request, Requeue):
             self._requeue(route, request)
+        elif isinstance(request, GetRun | GetFile | EngineBeat):
+            self._share(route, request)
         else:
             self._perform(self.core.request(route, request, time.monotonic(), time.time()))
 
@@ -409,6 +422,13 @@ class DataPlane:
         self._reject("serve: revoked key" if refusal is None else f"serve: {refusal.code.value}")
         if refusal is not None:
             self._send_reply(route, refusal)
+
+    def _share(self, route: Route, request: GetRun | GetFile | EngineBeat) -> None:
+        """Answer a request for the files of the run, which the core does not know."""
+        if self._shared_run is None:
+            self._send_reply(route, ErrorReply(code=ErrorCode.UNKNOWN, detail="this broker shares no run"))
+        else:
+            self._send_reply(route, self._shared_run.answer(request, time.monotonic()))
 
     def _requeue(self, route: Route, request: Requeue) -> None:
         """Queue dead groups again; their dead letters are removed once that is durable."""

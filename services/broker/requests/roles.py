@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.schemas.network.keys import Role
-from rolloutmq.schemas.wire import control, hardware, requests, tasks
+from rolloutmq.schemas.wire import control, hardware, joining, requests, tasks
 
 _WORKER: Final = frozenset({Role.WORKER})
 _TRAINER: Final = frozenset({Role.TRAINER})
@@ -43,6 +43,9 @@ REQUESTS: Final[Mapping[type, Rule]] = {
     requests.LogFigures: Rule("log figures", _TRAINER),
     requests.ConsumerBeat: Rule("send heartbeats of a consumer", _TRAINER),
     requests.GetInfo: Rule("ask for the run", _ALL),
+    joining.GetRun: Rule("ask for the configuration", _ALL),
+    joining.GetFile: Rule("ask for files of the model", _ALL),
+    joining.EngineBeat: Rule("send heartbeats of an engine", frozenset({Role.ENGINE})),
     tasks.SubmitTasks: Rule("submit tasks", _TRAINER),
     tasks.CancelTasks: Rule("cancel tasks", _TRAINER),
     tasks.AwaitTasks: Rule("ask for tasks", _TRAINER),

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from rolloutmq.bus.engine_registry import FIRST, engine_number
+from rolloutmq.bus.engine_registry import FIRST, is_engine
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run
 from rolloutmq.schemas.config.inference import InferenceConfig
@@ -93,7 +93,7 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
     run, layout = load_run(run_dir)
     if run.inference.kind != "tiny":
         raise ConfigError("inference.kind", f'must be "tiny" (got "{run.inference.kind}")')
-    if engine_number(name) < 0:
+    if not is_engine(name):
         raise ConfigError("engine", f"{name!r} is not an engine; the names are {FIRST}, {FIRST}-1, ...")
     leaving = Leaving(stop, draining or asyncio.Event())
     seed = _seed(run.run.seed, name)

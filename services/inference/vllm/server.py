@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from rolloutmq.bus.engine_registry import FIRST, engine_number
+from rolloutmq.bus.engine_registry import FIRST, is_engine
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.run import RunConfig
@@ -220,7 +220,7 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
     run, layout = load_run(run_dir)
     if run.inference.kind != "vllm":
         raise ConfigError("inference.kind", f'must be "vllm" (got "{run.inference.kind}")')
-    if engine_number(name) < 0:
+    if not is_engine(name):
         raise ConfigError("engine", f"{name!r} is not an engine; the names are {FIRST}, {FIRST}-1, ...")
     require_vllm(run.inference.vllm.python)
     leaving = Leaving(stop, draining or asyncio.Event())

@@ -350,7 +350,13 @@ class RunState:
         """Return the target worker count of each environment: as last published, else as last written to file."""
         known = {one.env: one for one in self.supervision.targets} if self.supervision is not None else {}
         for one in self.decisions.values():
-            known[one.env] = Target(env=one.env, target=one.target, current=one.current, reason=one.reason)
+            known[one.env] = Target(
+                env=one.env,
+                target=one.target,
+                current=one.current,
+                reason=one.reason,
+                joined=one.joined,
+            )
         return [known[env] for env in sorted(known)]
 
     def silent_s(self, now: float) -> float:

@@ -4,6 +4,7 @@ The broker keeps an order and answers at once. The orchestrator reads it from `p
 A hung orchestrator writes no report: the order is kept, and the command says that nobody carries it out yet.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Final, TypeVar
@@ -55,7 +56,15 @@ def _is_enabled(layout: RunLayout) -> bool:
 
 
 def unconfirmed(layout: RunLayout, order: str, kept: str = "kept") -> int:
-    """Print that an order is kept, and not confirmed, with the reason; return the exit code."""
+    """Print that an order is kept, and not confirmed, with the reason; return the exit code.
+
+    For a run of another host that is all that can be said: the report of its orchestrator stays there.
+    """
+    if layout.connection.exists():
+        sys.stdout.write(
+            f"{order}: {kept} by the broker; the orchestrator of the run's host carries it out\n"
+        )
+        return 0
     known = supervision_of(layout)
     heard_at = orchestrator_view.listen(layout, known)
     silence = orchestrator_view.problem(layout, known, time.monotonic(), time.time(), heard_at)

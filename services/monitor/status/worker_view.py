@@ -50,6 +50,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         reason: Why it is not up, or its last error.
         ends_s: Seconds until its drain ends, which abandons unfinished rollouts.
         hang: What holds its event loop while it is silent; empty if nothing is known.
+        host: Host of its process, as it told; empty if it was not heard.
     """
 
     worker: str
@@ -70,6 +71,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     last_lines: tuple[str, ...] = ()
     ends_s: float | None = None
     hang: str = ""
+    host: str = ""
 
     @property
     def is_unwell(self) -> bool:
@@ -206,7 +208,8 @@ def fields(known: Supervision | None, rows: Sequence[WorkerRow]) -> dict[str, An
 
 def target_text(target: Target) -> str:
     """Return target and current count of an environment, and the reason."""
-    return f"target {target.target}, current {target.current}; {target.reason}"
+    others = f", {target.joined} of them joined by themselves" if target.joined else ""
+    return f"target {target.target}, current {target.current}{others}; {target.reason}"
 
 
 def trouble_text(row: WorkerRow) -> str:
@@ -295,6 +298,7 @@ def _with_work(row: WorkerRow, status: WorkerStatus, *, is_living: bool) -> Work
         blocked_s=status.blocked_s,
         silent_s=status.silent_s if is_living else None,
         reason=(error or row.reason) if is_living else (row.reason or error),
+        host=printable(status.host),
     )
 
 

@@ -33,9 +33,13 @@ from rolloutmq.services.process.identity import alive
 
 PATIENCE_S: Final = 3.0
 """Longest wait for the broker, which normally replies in milliseconds."""
+HOST_CHARS: Final = 24
+LEFT: Final = 3
+"""Columns of text; the others are numbers."""
 _HEAD: Final = (
     "worker",
     "state",
+    "host",
     "pid",
     "age",
     "in hand",
@@ -71,7 +75,9 @@ def workers(where: Path, as_json: bool) -> int:
     else:
         silent = orchestrator_view.problem(layout, known, now, wall, heard_at)
         over += [f"orchestrator: {silent}"] if silent else []
-        lines = _lines(known, heard, rows) if fate.life is not RunLiveness.ENDED else _table(rows)
+        mirrored = layout.connection.exists()
+        is_over = fate.life is RunLiveness.ENDED
+        lines = _table(rows) if is_over else _lines(known, heard, rows, is_mirrored=mirrored)
         text = "\n".join([*over, *lines])
     with reader_may_leave():
         sys.stdout.write(printable_lines(text) + "\n")
@@ -79,12 +85,17 @@ def workers(where: Path, as_json: bool) -> int:
 
 
 def _lines(
-    known: Supervision | None, heard: tuple[WorkerStatus, ...] | None, rows: Sequence[WorkerRow]
+    known: Supervision | None,
+    heard: tuple[WorkerStatus, ...] | None,
+    rows: Sequence[WorkerRow],
+    *,
+    is_mirrored: bool = False,
 ) -> list[str]:
+    """Return targets and workers. Of a run of another host only the broker's view is known."""
     lines = []
-    if known is None:
+    if known is None and not is_mirrored:
         lines.append("no orchestrator; these workers were started by hand")
-    elif not alive(known.orchestrator):
+    elif known is not None and not alive(known.orchestrator):
         lines.append(f"the orchestrator, process {known.orchestrator.pid}, is gone; its last report:")
     if heard is None:
         lines.append("the broker does not reply: the work of the workers is unknown")
@@ -108,13 +119,14 @@ def _table(rows: Sequence[WorkerRow]) -> list[str]:
 
 
 def _placed(cell: str, width: int, column: int) -> str:
-    return cell.ljust(width) if column < 2 else cell.rjust(width)
+    return cell.ljust(width) if column < LEFT else cell.rjust(width)
 
 
 def _cells(row: WorkerRow) -> tuple[str, ...]:
     return (
         row.worker,
         row.state,
+        row.host[:HOST_CHARS] or "-",
         str(row.pid or "-"),
         "-" if row.age_s is None else format.clock(row.age_s),
         *("-" if count is None else str(count) for count in (row.in_hand, row.produced, row.abandoned)),

@@ -72,6 +72,9 @@ class ScaleTarget:
         """An operator set its number."""
         self.server = ServerLimit()
         """What the inference servers allow."""
+        self.joined = 0
+        """Workers that joined by themselves, in the last tick. They count towards the target, and not for limits of
+        this host."""
         self._sample = PressureSample()
         """Input of the last decision."""
         self._told: int | None = None
@@ -141,7 +144,8 @@ class ScaleTarget:
             usable = min(usable, self.server.most)
         most = max(law.min_workers, usable, self.decision.target)
         weight = max(self.want or 0.0, ROUND) if by_want else self.weight
-        return WorkerClaim(law.min_workers, most, weight, self._wanted())
+        least, most, wanted = (max(0, one - self.joined) for one in (law.min_workers, most, self._wanted()))
+        return WorkerClaim(least, most, weight, wanted)
 
     def _wanted(self) -> int:
         """Return the workers it decided on, or those it needs if they are more and allowed.
@@ -156,7 +160,7 @@ class ScaleTarget:
     def _usable(self) -> int:
         """Return the most workers that the environment and the GPUs allow, whatever the others want."""
         most = self.law.max_workers
-        return most if self.outer is None else min(most, self.outer.workers)
+        return most if self.outer is None else min(most, self.outer.workers + self.joined)
 
     def rebound(self, env: EnvironmentConfig) -> bool:
         """Take other bounds; return whether they are others."""
@@ -212,6 +216,7 @@ class ScaleTarget:
             starting=crew.starting,
             draining=crew.draining,
             failed=crew.failed,
+            joined=crew.joined,
         )
 
 
@@ -279,13 +284,14 @@ class Autoscaler:
         weights = {(lane.env, lane.split): lane.weight for lane in lanes}
         for scale in self.scales:
             scale.outer = (rooms or {}).get(scale.env)
+            scale.joined = crews[scale.env].joined
         uses = [scale.use() for scale in self.scales]
         self._saturation = self._saturation.looked(uses, engines, now)
         for scale, use in zip(self.scales, uses, strict=True):
             scale.server = self._saturation.limit(use, uses)
             scale.weight = weights.get((scale.env, scale.split), scale.weight)
             sample = sample_of(scale.env, scale.split, scale.slots, scale.group_size, pressure, heard_at)
-            scale.bound = _narrowest(scale.room, scale.outer)
+            scale.bound = _beside(_narrowest(scale.room, scale.outer), scale.joined)
             sample = replace(
                 sample, crew=crews[scale.env], room=scale.bound, engines=engines, server=scale.server
             )
@@ -301,7 +307,7 @@ class Autoscaler:
         missing = {one.env: max(0, one.missing(crews[one.env])) for one in self.scales}
         if not self._budget:
             return missing
-        free = self._budget - sum(crew.current + crew.draining for crew in crews.values())
+        free = self._budget - sum(crew.current - crew.joined + crew.draining for crew in crews.values())
         for env, number in missing.items():
             missing[env] = min(number, max(0, free))
             free -= missing[env]
@@ -335,3 +341,8 @@ class Autoscaler:
 def _narrowest(*rooms: WorkerRoom | None) -> WorkerRoom | None:
     given = (room for room in rooms if room is not None)
     return min(given, key=lambda room: room.workers, default=None)
+
+
+def _beside(room: WorkerRoom | None, joined: int) -> WorkerRoom | None:
+    """Return a limit of this host on all workers, those that joined included."""
+    return room if room is None or not joined else replace(room, workers=room.workers + joined)

@@ -29,6 +29,9 @@ class WorkerCounts(msgspec.Struct, frozen=True):
     """Those of `starting` that were ready before: they crashed."""
     start_s: float = 0.0
     """Recent time from the start of a worker until it is ready; 0 while unknown."""
+    joined: int = 0
+    """Those of `ready` and `starting` that joined by themselves, most from other hosts: nobody here ends or restarts
+    them, and no limit of this host holds for them."""
 
     @property
     def current(self) -> int:

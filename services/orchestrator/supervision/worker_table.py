@@ -118,6 +118,18 @@ class WorkerTable:
         return max(median(self._starts), median_low(under_way) if under_way else 0.0)
 
 
+def with_joined(crew: WorkerCounts, joined: Iterable[WorkerStatus]) -> WorkerCounts:
+    """Return the counts with the workers that joined by themselves. Those that drain are on their way out."""
+    for status in joined:
+        if status.draining or status.state is WorkerState.DRAINING:
+            continue
+        if is_ready(status):
+            crew = replace(crew, ready=crew.ready + 1, joined=crew.joined + 1)
+        else:
+            crew = replace(crew, starting=crew.starting + 1, joined=crew.joined + 1)
+    return crew
+
+
 def is_ready(status: WorkerStatus | None) -> bool:
     """Return whether a worker said that it is ready; a draining one was."""
     return status is not None and status.state in {WorkerState.READY, WorkerState.DRAINING}

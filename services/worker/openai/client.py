@@ -71,7 +71,9 @@ class OpenAIPolicy:
         patience_s: float,
         token: str,
         latencies: CallLatencies,
+        root: str = "",
     ) -> None:
+        self._root = root
         self._latencies = latencies
         self._session = session
         self._engines = engines
@@ -98,6 +100,7 @@ class OpenAIPolicy:
         patience_s: float = 300.0,
         token: str = "",
         latencies: CallLatencies | None = None,
+        root: str = "",
     ) -> AsyncIterator["OpenAIPolicy"]:
         """Open a client for the duration of the block.
 
@@ -107,6 +110,7 @@ class OpenAIPolicy:
             patience_s: Seconds of retries before a call gives up.
             token: Token of the servers, empty if they need none.
             latencies: Measures the calls.
+            root: Directory of the model's tokenizer on this host, in place of what the server names.
         """
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
@@ -116,7 +120,7 @@ class OpenAIPolicy:
             headers=_HEADERS | authorization(token),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            yield cls(session, engines, known, patience_s, token, latencies or CallLatencies())
+            yield cls(session, engines, known, patience_s, token, latencies or CallLatencies(), root)
 
     async def complete(
         self,
@@ -234,7 +238,7 @@ class OpenAIPolicy:
         engine.in_hand += 1
         try:
             base_url = with_token(engine.url, self._token) + wire.BASE
-            yield Endpoint(base_url, engine.model, self._known(), self._known, root=engine.root)
+            yield Endpoint(base_url, engine.model, self._known(), self._known, root=self._root or engine.root)
         finally:
             engine.in_hand -= 1
 

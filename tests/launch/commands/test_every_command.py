@@ -50,6 +50,7 @@ PROCESSES = frozenset(
         "teacher",
         "curriculum",
         "worker",
+        "engine",
         "trainer",
         "relay",
         "serve-gateway",

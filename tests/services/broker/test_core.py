@@ -19,6 +19,7 @@ from rolloutmq.schemas.wire.control import (
     Shutdown,
 )
 from rolloutmq.schemas.wire.envelope import Envelope, ErrorCode, PolicyVersion, Split
+from rolloutmq.schemas.wire.joining import JoiningRequest
 from rolloutmq.schemas.wire.replies import Ack, ErrorReply, InfoReply, NoBatch, Ok, Registered, RunInfo
 from rolloutmq.schemas.wire.requests import (
     Commit,
@@ -477,5 +478,6 @@ def test_noise_never_raises_and_is_always_answered() -> None:
 
 def test_every_kind_of_request_has_its_answer() -> None:
     bench = Bench()
-    late = {Pull, LatestExample, Requeue, TakeTasks, AwaitTasks}
+    of_the_shell = set(get_args(JoiningRequest))
+    late = {Pull, LatestExample, Requeue, TakeTasks, AwaitTasks} | of_the_shell
     assert set(get_args(requests.Request)) == set(bench.core._handlers) | late

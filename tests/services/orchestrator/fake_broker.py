@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import zmq
+from msgspec.structs import replace
 from tests.services.orchestrator.children import DRAINABLE, argv
 
 from rolloutmq.bus.encoding import codec, topics
@@ -65,6 +66,8 @@ class FakeBroker:
         self.accepted = 0
         """Sequences that it has accepted from the environment."""
         self.told: set[str] = set()
+        self.joined: dict[str, WorkerState] = {}
+        """Workers that joined by themselves; a drain ends them."""
         self.in_hand: dict[str, int] = {}
         self.settings: dict[str, Setting] = {}
         self.restarts: tuple[RestartWorker, ...] = ()
@@ -106,6 +109,9 @@ class FakeBroker:
             await serve.send([*way, codec.encode(Ok())])
             if drain.worker not in self.drained:
                 self.drained.append(drain.worker)
+                if drain.worker in self.joined:
+                    self.joined[drain.worker] = WorkerState.GONE
+                    continue
                 # As the worker that hears it on the bus would.
                 os.kill(living(self.layout)[drain.worker], signal.SIGUSR1)
 
@@ -136,7 +142,10 @@ class FakeBroker:
             trainer_wait="",
             ledger=LedgerCounts(),
             lanes=(self._lane(),),
-            workers=tuple(self._status(name, pid) for name, pid in living(self.layout).items()),
+            workers=(
+                *(self._status(name, pid) for name, pid in living(self.layout).items()),
+                *(replace(self._status(name, 9), state=state) for name, state in self.joined.items()),
+            ),
             wanted=self.wanted,
             restarts=self.restarts,
             settings=self.settings,

@@ -351,6 +351,25 @@ async def test_an_operator_sets_the_number(run_dir: Path) -> None:
         await until(lambda: len(living(layout)) == 1)
 
 
+async def test_workers_that_joined_count_and_are_only_drained_at_the_end(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config()):
+        fake.wanted = {"env": 3}
+        await until(lambda: len(living(layout)) == 3)
+        fake.joined = {"env-far.0": WorkerState.READY, "env-far.1": WorkerState.STARTING}
+        await until(lambda: len(living(layout)) == 1)
+        await until(lambda: fake.decisions[-1].joined == 2)
+        assert (fake.decisions[-1].current, fake.decisions[-1].target) == (3, 3)
+        fake.wanted = {"env": 1}
+        await until(lambda: not living(layout))
+        fake.joined["env-far.1"] = WorkerState.GONE
+        fake.wanted = {"env": 3}
+        await until(lambda: len(living(layout)) == 2)
+        assert not any(name.startswith("env-far") for name in fake.drained)
+        await until(lambda: layout.supervision.exists())
+    assert fake.drained.count("env-far.0") == 1
+
+
 async def test_a_crash_loop_of_all_workers_ends_the_run_with_the_reason(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     async with orchestrator(layout, config(), FAILS) as task:

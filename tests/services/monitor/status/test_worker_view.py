@@ -165,10 +165,12 @@ def test_plain_data_has_everything() -> None:
         Supervision(orchestrator=ME, targets=(target,)), [WorkerRow(worker="e-0", env="e", state="ready")]
     )
     assert list(found["targets"]) == [
-        {"env": "e", "target": 3, "current": 2, "reason": "pressure", "wanted": None}
+        {"env": "e", "target": 3, "current": 2, "reason": "pressure", "wanted": None, "joined": 0}
     ]
     assert found["workers"][0]["worker"] == "e-0"
     assert target_text(target) == "target 3, current 2; pressure"
+    others = msgspec.structs.replace(target, joined=1)
+    assert target_text(others) == "target 3, current 2, 1 of them joined by themselves; pressure"
     assert fields(None, []) == {"targets": (), "workers": []}
 
 

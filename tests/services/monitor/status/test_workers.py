@@ -46,9 +46,9 @@ def test_a_person_sees_each_worker_and_why_one_is_not_up(
 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "e: target 2, current 2; hold: no news"
-    assert lines[1].split()[:4] == ["worker", "state", "pid", "age"]
-    assert lines[2].split()[:3] == ["e-0", "ready", "7"]
-    assert lines[3].split() == ["e-1", "fatal", *["-"] * 7, "5"]
+    assert lines[1].split()[:4] == ["worker", "state", "host", "pid"]
+    assert lines[2].split()[:2] == ["e-0", "ready"]
+    assert lines[3].split() == ["e-1", "fatal", *["-"] * 8, "5"]
     assert lines[4:] == ["    fatal; crashed", "    | why"]
 
 
@@ -117,4 +117,4 @@ def test_dead_workers_of_an_ended_run_are_gone(layout: RunLayout, capsys: pytest
     write_json(layout.supervision, msgspec.structs.replace(KNOWN, workers=(dead,)))
     layout.summary.write_text('{"ended": "interrupted by SIGINT"}')
     assert workers(layout.root, as_json=False) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["e-0", "gone", "7", "-"]
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["e-0", "gone", "-", "7"]

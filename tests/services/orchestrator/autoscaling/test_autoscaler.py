@@ -399,6 +399,16 @@ def test_given_up_workers_hold_no_budget_and_nobody_starts_in_their_place(tmp_pa
     assert site.scaling.starts(site.crews)["a"] == site.scaling.scales[0].decision.target - 2
 
 
+def test_workers_that_joined_take_no_place_of_the_budget(tmp_path: Path) -> None:
+    site = Site(tmp_path, budget=4)
+    site.crews["a"] = WorkerCounts(ready=6, joined=6)
+    for _ in range(3):
+        targets = site.tick(a=8, b=2)
+    assert targets == {"a": 8, "b": 2}
+    own = {env: crew.current - crew.joined for env, crew in site.crews.items()}
+    assert own == {"a": 2, "b": 2}
+
+
 def test_one_that_failed_and_is_being_ended_holds_its_process(tmp_path: Path) -> None:
     site = Site(tmp_path, budget=0)
     site.tick(a=20)

@@ -6,7 +6,7 @@ from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
-from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of
+from rolloutmq.services.orchestrator.supervision.worker_table import WorkerTable, env_of, with_joined
 
 
 def views(**phases: Phase) -> dict[str, ProcessView]:
@@ -149,3 +149,13 @@ def test_who_fails_and_goes_already_is_not_replaced_by_a_good_one() -> None:
     assert roster.crew(seen, ready, 1.0).current == 2
     assert roster.surplus(seen, ready, 2) == []
     assert roster.surplus(seen, ready, 1) == ["a-2"]
+
+
+def test_workers_that_joined_count_beside_the_others_until_they_drain() -> None:
+    own = WorkerCounts(ready=2, starting=1)
+    joined = {
+        **heard(WorkerState.READY, "a-far.0"),
+        **heard(WorkerState.STARTING, "a-far.1"),
+        **heard(WorkerState.DRAINING, "a-far.2"),
+    }
+    assert with_joined(own, joined.values()) == WorkerCounts(ready=3, starting=2, joined=2)

@@ -24,7 +24,7 @@ from rolloutmq.bus.consumer.client import BlockingConsumer, Consumer
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.endpoint import read_endpoints
-from rolloutmq.launch.commands.replay import replay
+from rolloutmq.launch.commands.records.replay import replay
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import (

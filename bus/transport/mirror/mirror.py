@@ -1,0 +1,233 @@
+"""The mirror: keeps the directory of a run of another host fresh, for as long as programs of this host use it.
+
+    ask       once a second, over the first of the addresses that answers
+    write     configuration, addresses of broker, engines and teacher, files of the model; only what has changed
+    wait      while the broker is away the files stay as they are: a lasting wait is logged, nothing gives up
+
+Programs of this host read the directory as they read a run directory. Only the mirror asks for it, so a thousand
+workers of a host cost the broker one request a second. Clocks of the two hosts are not compared.
+"""
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Final
+
+import google_crc32c
+
+from rolloutmq.bus.log_throttle import WaitLog
+from rolloutmq.bus.transport.endpoint import info_of
+from rolloutmq.bus.transport.keys.bundle import CurveKeys, load_bundle, load_keys
+from rolloutmq.bus.transport.mirror.place import directory_of
+from rolloutmq.bus.transport.mirror.run_copy import Accept, RunCopy
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.errors import (
+    BrokerUnavailableError,
+    ConfigError,
+    MalformedError,
+    RefusedError,
+    WireError,
+)
+from rolloutmq.schemas.files import Connection, Endpoints, RunLayout
+from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.joining import FilePart, GetFile, GetRun, RunReply, SharedFile
+from rolloutmq.schemas.wire.requests import GetInfo
+
+logger = logging.getLogger(__name__)
+
+ASK_S: Final = 1.0
+"""Time between two looks at the run, as engines tell of themselves."""
+ANSWER_S: Final = 3.0
+"""Silence of an address after which the next one is tried."""
+
+
+class Mirror:
+    """One run of another host. For one event loop.
+
+    Args:
+        connection: How this host reaches it.
+        accept: Checks its configuration.
+        given: Directory of this host; None for the usual one.
+        apart: Added to the name of the usual directory, for programs that share theirs with no others.
+        asks: Its programs ask the HTTP servers of the run, with the token of the key.
+
+    Attributes:
+        copy: The directory; None before the first answer.
+        changes: Number of configurations so far.
+        refused: Why the newest configuration was not accepted; None if it was.
+        problem: What the mirror waits for; empty while the broker answers.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        accept: Accept,
+        given: Path | None = None,
+        *,
+        apart: str = "",
+        asks: bool = False,
+    ) -> None:
+        self.copy: RunCopy | None = None
+        self.changes = 0
+        self.refused: ConfigError | None = None
+        self.problem = "the run was not asked yet"
+        self.run_name = ""
+        self._connection = connection
+        self._accept = accept
+        self._given = given
+        self._apart = apart
+        self._asks = asks
+        self._digest = ""
+        self._place: tuple[str, int] | None = None
+        """Address and epoch of the written endpoints."""
+        self._next = 0
+        self._log = WaitLog()
+        self._news = asyncio.Event()
+
+    @property
+    def layout(self) -> RunLayout:
+        """The directory, after `ready`."""
+        assert self.copy is not None, "the run has not answered yet"
+        return self.copy.layout
+
+    async def ready(self) -> None:
+        """Wait without a limit until the directory has a configuration; `run` must run beside.
+
+        Raises:
+            ConfigError: The configuration is not accepted.
+        """
+        while not self.changes:
+            if self.refused is not None:
+                raise self.refused
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Wait for another configuration, accepted or refused."""
+        self._news.clear()
+        await self._news.wait()
+
+    async def run(self) -> None:
+        """Keep the directory fresh until cancelled.
+
+        Raises:
+            OSError: The directory cannot be written at the start.
+            MissingError, NotPrivateError, ConfigError, UnusablePathError: The key cannot be used.
+            RefusedError: The broker refuses the key.
+        """
+        while True:
+            address = self._connection.addresses[self._next % len(self._connection.addresses)]
+            async with BrokerClient(address, keys=self.keys()) as client:
+                try:
+                    while True:
+                        await self._look(client)
+                        self._answered()
+                        await asyncio.sleep(ASK_S)
+                except BrokerUnavailableError:
+                    self._misses(f"no answer from {address}; check that the broker runs, and the address")
+                except (WireError, RefusedError) as error:
+                    if isinstance(error, RefusedError) and error.code is not ErrorCode.UNKNOWN:
+                        raise
+                    self._misses(f"{address}: {error}")
+                    await asyncio.sleep(ASK_S)
+            self._next += 1
+
+    async def _look(self, client: BrokerClient) -> None:
+        reply = await client.request(GetRun(have=self._digest), ANSWER_S)
+        if not isinstance(reply, RunReply):
+            raise MalformedError(f"wrong type of reply to GetRun (got {type(reply).__name__})")
+        if self.run_name and reply.run != self.run_name:
+            self.refused = ConfigError("run.name", f"the run is another one by now (got {reply.run})")
+            self._news.set()
+            return
+        copy = self._copy(reply.run, client.address)
+        self.run_name = reply.run
+        if self._place != (client.address, reply.epoch):
+            await self._find_sockets(client, copy)
+            self._place = client.address, reply.epoch
+        try:
+            copy.take_servers(reply, client.address)
+            for file in copy.missing(reply.files):
+                copy.take_file(file, await _fetched(client, file))
+        except OSError as error:  # a full disk: what is there stays
+            logger.warning("directory of the run not written error=%s", error)
+        if reply.digest != self._digest:
+            self._take_config(copy, reply)
+
+    def _copy(self, run: str, address: str) -> RunCopy:
+        if self.copy is None:
+            # By the first address: another one of the same broker is the same run.
+            directory = directory_of(run, self._connection.addresses[0], self._given, self._apart)
+            self.copy = RunCopy(RunLayout(directory), self._connection)
+            logger.info("run of another host run=%s address=%s directory=%s", run, address, directory)
+        return self.copy
+
+    async def _find_sockets(self, client: BrokerClient, copy: RunCopy) -> None:
+        info = info_of(client.address, await client.request(GetInfo(), ANSWER_S))
+        copy.take_endpoints(
+            Endpoints(
+                ingest=info.ingest,
+                serve=client.address,
+                events=info.events,
+                publish=info.publish,
+                pid=0,
+                epoch=info.epoch,
+                key=self._connection.key,
+            )
+        )
+
+    def _take_config(self, copy: RunCopy, reply: RunReply) -> None:
+        try:
+            config = self._accept(reply.config, copy.layout)
+        except ConfigError as error:
+            self.refused = error
+        else:
+            if (token := copy.take_token(self._token())) is not None:
+                run = config.run.model_copy(update={"http_token_file": token})
+                config = config.model_copy(update={"run": run})
+            copy.take_config(config)
+            self.refused = None
+            self.changes += 1
+        self._digest = reply.digest
+        self._news.set()
+
+    def keys(self) -> CurveKeys | None:
+        """Return the keys of this host's sockets, None without a key; raises what `load_bundle` raises."""
+        return load_keys(Path(self._connection.key)) if self._connection.key else None
+
+    def _token(self) -> str:
+        """Return what programs send. Servers of this host are none of the run's: they must not ask for it."""
+        return load_bundle(Path(self._connection.key)).token if self._asks and self._connection.key else ""
+
+    def _answered(self) -> None:
+        if self.problem:
+            logger.info("run answers run=%s", self.run_name)
+        self.problem = ""
+        self._log.over()
+
+    def _misses(self, problem: str) -> None:
+        self.problem = problem
+        now = time.monotonic()
+        if self._log.is_due("away", now):
+            logger.warning("waiting for the run waited_s=%.0f: %s", self._log.waited_s(now), problem)
+
+
+async def _fetched(client: BrokerClient, file: SharedFile) -> bytes:
+    """Return a file of the model, part by part.
+
+    Raises:
+        MalformedError: A part is another one than was asked for, or damaged.
+        RefusedError: The file has changed meanwhile.
+    """
+    data = bytearray()
+    while len(data) < file.nbytes:
+        asked = GetFile(name=file.name, mark=file.mark, offset=len(data))
+        part = await client.request(asked, ANSWER_S)
+        if not isinstance(part, FilePart) or part.offset != len(data) or not part.data:
+            raise MalformedError(f"{file.name}: the reply is not the part from {len(data)}")
+        if google_crc32c.value(part.data) != part.checksum:
+            raise MalformedError(f"{file.name}: the part from {len(data)} is damaged")
+        data += part.data
+        if len(data) > file.nbytes:
+            raise MalformedError(f"{file.name}: has more than {file.nbytes} bytes")
+    return bytes(data)

@@ -1,0 +1,134 @@
+"""The directory of a run of another host: configuration, addresses of its broker and servers, files of its model.
+
+Replies of the broker go in, files come out; the other host names no path. What it sends is checked: names by lists,
+URLs by their form, sizes by limits. An engine is never set back: on a host that runs one itself, the file of the engine
+is newer than what the broker has heard.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+from rolloutmq.bus.engine_registry import SILENT_S, engine_files, is_engine
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, write_private
+from rolloutmq.bus.log_throttle import LogThrottle
+from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.bus.transport.mirror.place import usable_url
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import Connection, Endpoints, InferenceAddress, RunLayout
+from rolloutmq.schemas.wire.joining import SHARED_FILES, EngineState, RunReply, SharedFile
+
+logger = logging.getLogger(__name__)
+
+FOLDERS: Final = ("logs", "acks", "spools", "model")
+
+Accept = Callable[[bytes, RunLayout], RunConfig]
+"""Checks a configuration as the run tells it, and returns the one of this host; raises ConfigError to refuse it."""
+
+
+class RunCopy:
+    """One directory. The caller is the only one who writes `config.json` and `endpoints.json` in it.
+
+    Args:
+        layout: The directory, which exists.
+        connection: How this host reaches the run.
+    """
+
+    def __init__(self, layout: RunLayout, connection: Connection) -> None:
+        self.layout = layout
+        self._marks: dict[str, str] = {}
+        self._wrong = LogThrottle()
+        for name in FOLDERS:
+            (layout.root / name).mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+        write_json(layout.connection, connection)
+
+    def take_config(self, config: RunConfig) -> None:
+        """Replace the configuration."""
+        write_json(self.layout.config, config)
+
+    def take_token(self, token: str) -> Path | None:
+        """Keep the token for the run's HTTP servers; return its file, None without a token."""
+        if not token:
+            self.layout.http_token.unlink(missing_ok=True)
+            return None
+        write_private(self.layout.http_token, token.encode())
+        return self.layout.http_token
+
+    def take_endpoints(self, endpoints: Endpoints) -> None:
+        """Replace the addresses of the broker."""
+        write_json(self.layout.endpoints, endpoints)
+
+    def take_servers(self, reply: RunReply, address: str) -> None:
+        """Replace the addresses of the inference servers and of the teacher.
+
+        Args:
+            reply: What the broker told.
+            address: Where it was asked.
+        """
+        told = [engine for engine in reply.engines if self._is_usable(engine, address)]
+        for engine in told:
+            self._take_engine(engine, address)
+        self._forget(told)
+        if url := usable_url(reply.teacher, address) if reply.teacher else "":
+            _write_if_other(self.layout.teacher, InferenceAddress(url=url, pid=0, name="teacher"))
+        else:
+            self.layout.teacher.unlink(missing_ok=True)
+
+    def missing(self, files: Iterable[SharedFile]) -> list[SharedFile]:
+        """Return the files of the model that this host lacks, or has in another version."""
+        return [one for one in files if one.name in SHARED_FILES and self._marks.get(one.name) != one.mark]
+
+    def take_file(self, file: SharedFile, data: bytes) -> None:
+        """Replace a file of the model; `data` is all of it."""
+        path = self.layout.model / file.name
+        written = path.with_name(f".{path.name}.tmp")
+        write_private(written, data)
+        written.replace(path)
+        self._marks[file.name] = file.mark
+
+    def _is_usable(self, engine: EngineState, address: str) -> bool:
+        if is_engine(engine.name) and usable_url(engine.url, address):
+            return True
+        if self._wrong.is_due(f"{engine.name} {engine.url}", time.monotonic()):
+            logger.warning(
+                "engine left out, its name or URL is wrong name=%s url=%r", engine.name, engine.url
+            )
+        return False
+
+    def _take_engine(self, engine: EngineState, address: str) -> None:
+        path, url = self.layout.engine(engine.name), usable_url(engine.url, address)
+        known = read_json(path, InferenceAddress) if path.exists() else None
+        if (
+            known is not None
+            and (known.url, known.pid) == (url, engine.pid)
+            and known.number >= engine.number
+        ):
+            return
+        write_json(
+            path,
+            InferenceAddress(
+                url=url,
+                pid=engine.pid,
+                name=engine.name,
+                number=engine.number,
+                at=engine.at,
+                in_hand=engine.in_hand,
+                busy=engine.busy,
+                draining=engine.draining,
+                trouble=engine.trouble,
+            ),
+        )
+
+    def _forget(self, told: Iterable[EngineState]) -> None:
+        """Remove engines that the run does not have any more. Those of this host itself write their files anew."""
+        names = {engine.name for engine in told}
+        for name, path in engine_files(self.layout):
+            if name not in names and time.time() - path.stat().st_mtime > SILENT_S:
+                path.unlink(missing_ok=True)
+
+
+def _write_if_other(path: Path, address: InferenceAddress) -> None:
+    if not path.exists() or read_json(path, InferenceAddress) != address:
+        write_json(path, address)

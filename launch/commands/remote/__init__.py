@@ -1,0 +1,1 @@
+"""Commands for a run of another host, and programs that join it."""

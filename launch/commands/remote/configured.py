@@ -1,0 +1,95 @@
+"""The configuration of this host for a run of another one: checked, with paths of this host in place of the other's."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from rolloutmq.bus.rundir import read_run
+from rolloutmq.bus.transport.mirror.run_copy import Accept
+from rolloutmq.launch.commands.remote.own_code import OwnCode
+from rolloutmq.schemas.config.base import location_of, problem_of
+from rolloutmq.schemas.config.inference import InferenceConfig
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError
+from rolloutmq.schemas.files import RunLayout
+
+
+def told(data: bytes) -> RunConfig:
+    """Decode a configuration from the wire.
+
+    Raises:
+        ConfigError: It is none of this version.
+    """
+    try:
+        return RunConfig.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(location_of(first)) or "configuration"
+        raise ConfigError(
+            key,
+            f"{problem_of(first)}; the run has another version of RolloutMQ than this host, or a damaged configuration",
+        ) from None
+
+
+def reading(data: bytes, layout: RunLayout) -> RunConfig:
+    """Accept a configuration for programs that only look at the run, or give it orders."""
+    return _placed(told(data), layout, layout.root, None)
+
+
+def rolling(environments: Iterable[str], own: OwnCode) -> Accept:
+    """Return how a configuration is accepted for workers of environments: it names only what this host allows."""
+
+    def accept(data: bytes, layout: RunLayout) -> RunConfig:
+        config = told(data)
+        for name in environments:
+            if name not in config.environment:
+                known = ", ".join(config.environment) or "none"
+                raise ConfigError(
+                    f"environment.{name}",
+                    f"the run has no such environment that can be joined (it has: {known})",
+                )
+            own.require(name, config.environment[name])
+        return _placed(config, layout, own.directory, None)
+
+    return accept
+
+
+def training(model: Path | None) -> Accept:
+    """Return how a configuration is accepted for ranks of the trainer and for engines.
+
+    Args:
+        model: Directory of the model on this host, for a run that has one by path.
+    """
+
+    def accept(data: bytes, layout: RunLayout) -> RunConfig:
+        config = told(data)
+        if config.model.path and model is None:
+            raise ConfigError(
+                "--model", "is required, because the run has a model by path: name its directory on this host"
+            )
+        if model is not None and not model.is_dir():
+            raise ConfigError("--model", f"there is no directory {model}")
+        config = config.model_copy(update={"inference": _served(config, layout)})
+        return _placed(config, layout, layout.root, model.resolve() if model is not None else None)
+
+    return accept
+
+
+def _served(config: RunConfig, layout: RunLayout) -> InferenceConfig:
+    """Return the section of the engines, with the address that an engine beside has chosen in this directory."""
+    try:
+        found = read_run(layout.root)[0].inference
+    except RolloutMQError:
+        return config.inference
+    kept = {key: getattr(found, key) for key in ("host", "port", "insecure")}
+    return config.inference.model_copy(update=kept)
+
+
+def _placed(config: RunConfig, layout: RunLayout, base_dir: Path, model: Path | None) -> RunConfig:
+    """Return the configuration with the paths of this host."""
+    run = config.run.model_copy(update={"dir": layout.root, "http_token_file": None})
+    found = config.model
+    if found.path:
+        found = found.model_copy(update={"path": str(model or layout.model), "tokenizer": "", "revision": ""})
+    return config.model_copy(update={"run": run, "base_dir": base_dir, "model": found})

@@ -1,0 +1,147 @@
+"""Heartbeats of an engine that serves a run of another host: what its address file says, once a second.
+
+Its own file is on this host. The broker writes the same beside the files of the run's other engines, so that workers
+find it wherever they are.
+"""
+
+import asyncio
+import logging
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rolloutmq.bus.engine_registry import BEAT_S
+from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.transport.endpoint import read_endpoints
+from rolloutmq.bus.transport.mirror.mirror import Mirror
+from rolloutmq.bus.transport.mirror.place import host_of
+from rolloutmq.bus.transport.mirror.run_copy import Accept
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError
+from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.network.address import is_loopback
+from rolloutmq.schemas.wire.joining import EngineBeat, EngineState
+
+logger = logging.getLogger(__name__)
+
+ANSWER_S: Final = 3.0
+_PORT: Final = re.compile(r":([0-9]+)/?$")
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where an engine listens, and by which host others reach it; empty: by the one that reaches the run.
+
+    Raises:
+        ConfigError: Others reach it, and that is not allowed.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    insecure: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.insecure and not is_loopback(self.host):
+            raise ConfigError(
+                "--host",
+                f"is within reach of other machines, and plain HTTP is not encrypted (got {self.host!r}); "
+                "allow it with --insecure",
+            )
+
+    def accepting(self, accept: Accept) -> Accept:
+        """Return how a configuration is accepted with this address."""
+
+        def accepted(data: bytes, layout: RunLayout) -> RunConfig:
+            config = accept(data, layout)
+            update = {"host": self.host, "port": self.port, "insecure": self.insecure}
+            return config.model_copy(update={"inference": config.inference.model_copy(update=update)})
+
+        return accepted
+
+    def url(self, own: str, address: str) -> str:
+        """Return the URL for others.
+
+        Args:
+            own: That of this host.
+            address: Address at which this host reaches the broker.
+        """
+        port = _PORT.search(own)
+        host = self.advertise or (own_host(host_of(address)) if self.host in {"0.0.0.0", "::"} else self.host)
+        return (
+            f"http://[{host}]:{port[1]}"
+            if port and ":" in host
+            else f"http://{host}:{port[1]}"
+            if port
+            else own
+        )
+
+
+class EngineBeats:
+    """Tells the broker of one engine of this host."""
+
+    def __init__(self, name: str, served: Served) -> None:
+        self._name = name
+        self._served = served
+
+    async def run(self, mirror: Mirror, layout: RunLayout) -> None:
+        """Send heartbeats until cancelled; then say that the engine ends."""
+        last: InferenceAddress | None = None
+        try:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                found = _read(layout.engine(self._name))
+                if found is not None and found != last:
+                    last = found
+                    await self._send(mirror, layout, found, ends=False)
+        finally:
+            if last is not None:
+                await asyncio.shield(self._send(mirror, layout, last, ends=True))
+
+    async def _send(self, mirror: Mirror, layout: RunLayout, found: InferenceAddress, *, ends: bool) -> None:
+        endpoints = read_endpoints(layout.root)
+        if endpoints is None or mirror.problem:
+            return  # the mirror tells that the broker is away
+        state = EngineState(
+            name=self._name,
+            url=self._served.url(found.url, endpoints.serve),
+            pid=found.pid,
+            number=found.number,
+            at=found.at,
+            in_hand=found.in_hand,
+            busy=found.busy,
+            draining=found.draining,
+            trouble=found.trouble[:200],
+        )
+        try:
+            async with BrokerClient(endpoints.serve, keys=mirror.keys()) as client:
+                await client.request(
+                    EngineBeat(engine=state, host=socket.gethostname()[:255], ends=ends), ANSWER_S
+                )
+        except RolloutMQError as error:
+            logger.warning("heartbeat of the engine unanswered error=%s", error)
+
+
+def own_host(other: str) -> str:
+    """Return the address of this host by which it reaches another one."""
+    host = other.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # Connecting a datagram socket sends nothing; it only selects the source address.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))
+        except OSError:
+            return socket.gethostname()
+        return str(probe.getsockname()[0])
+
+
+def _read(path: Path) -> InferenceAddress | None:
+    try:
+        return read_json(path, InferenceAddress)
+    except (msgspec.DecodeError, OSError):
+        return None

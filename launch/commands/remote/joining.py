@@ -1,0 +1,286 @@
+"""Programs that join a run of another host: the process that holds them, from its start to its end.
+
+    directory   the mirror keeps this host's directory of the run fresh; the programs read it like a run directory
+    programs    supervised: restarted after a crash, adopted after the death of this process
+    drain       by name from anywhere, over the bus; a drained program is not started again, and with the last of them
+                this process ends with 0
+    SIGTERM     drain all; what still runs after the grace gets SIGTERM, then SIGKILL. A second SIGTERM kills
+    change      another configuration of the run: drain all, check it, start again; a refused one ends this process
+
+Nothing gives up while the broker is away: the programs wait with their groups, and a lasting wait is logged.
+"""
+
+import asyncio
+import logging
+import secrets
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rolloutmq.bus.producer.resend import resend_spools
+from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.transport.keys.bundle import OWN_KEY
+from rolloutmq.bus.transport.mirror.mirror import Mirror
+from rolloutmq.bus.transport.mirror.run_copy import Accept
+from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
+from rolloutmq.schemas.errors import RolloutMQError, UsageError
+from rolloutmq.schemas.files import Connection, RunLayout
+from rolloutmq.schemas.process import ProcessSpec, Role, Step, python_command
+from rolloutmq.services.orchestrator.supervision.core import OVER, Backoff, Ladder, Phase, Rung
+from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
+from rolloutmq.services.process.lock import only_one
+from rolloutmq.services.process.logbook import LogLimits, Rotation
+from rolloutmq.services.process.runner import Stop, run_service
+
+logger = logging.getLogger(__name__)
+
+RESEND_S: Final = 5.0
+"""Time between two looks for groups that ended workers have left."""
+
+Beside = Callable[[Mirror, RunLayout], Awaitable[None]]
+"""Runs beside the programs until it is cancelled."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """What joins, and how.
+
+    Attributes:
+        name: Name of all of it on this host; a second one of this name in the directory is refused.
+        programs: Name, role and command words of each program.
+        connection: How this host reaches the run.
+        accept: Checks the configuration of the run.
+        directory: Directory of this host; None for the usual one.
+        grace_s: Time for the programs to end in order after SIGTERM.
+        beside: What runs beside them, if anything.
+    """
+
+    name: str
+    programs: tuple[tuple[str, Role, tuple[str, ...]], ...]
+    connection: Connection
+    accept: Accept
+    directory: Path | None = None
+    grace_s: float = 25.0
+    beside: Beside | None = None
+    is_alone: bool = False
+    """It shares its usual directory with no others. Trainer and engines of a host share one, for the weights."""
+
+
+def join(joining: Joining) -> int:
+    """Join a run until all programs have ended, or until a signal; return the exit code. Blocks."""
+    crew: Crew | None = None
+
+    async def serve(stop: Stop) -> None:
+        nonlocal crew
+        mirror = Mirror(
+            joining.connection,
+            joining.accept,
+            joining.directory,
+            apart=joining.name if joining.is_alone else "",
+            asks=joining.is_alone,
+        )
+        refreshing = asyncio.create_task(mirror.run(), name="mirror")
+        try:
+            if await _first(stop, refreshing, mirror.ready()):
+                crew = Crew(joining, mirror)
+                await crew.run(stop, refreshing)
+        finally:
+            refreshing.cancel()
+            await asyncio.wait({refreshing})
+
+    def kill() -> None:
+        if crew is not None:
+            crew.kill()
+
+    return run_service(joining.name, serve, on_force=kill)
+
+
+class CrewFailedError(UsageError):
+    """A program that joined a run of another host was given up."""
+
+    def __init__(self, name: str, reason: str, log: str) -> None:
+        self.name, self.reason, self.log = name, reason, log
+
+    def __str__(self) -> str:
+        return f"{self.name}: was given up: {self.reason}; its log is {self.log}"
+
+
+class Crew:
+    """The programs of one `Joining`. For one event loop."""
+
+    def __init__(self, joining: Joining, mirror: Mirror) -> None:
+        self._joining = joining
+        self._mirror = mirror
+        self._layout = mirror.layout
+        config, _ = load_run(self._layout.root)
+        self._limits = config.orchestrator
+        self._identities = self._layout.root / f"joined-{joining.name}.json"
+        previous = identities_of(self._identities)
+        token = previous[0].marker.partition("/")[0] if previous else secrets.token_hex(8)
+        self._previous = previous
+        self._programs = Supervisor(token, _backoff(self._limits), identities=self._identities)
+        self._rotation = Rotation(LogLimits(config.run.log_bytes, config.run.log_files), self._logs)
+
+    def kill(self) -> None:
+        """Kill all programs now."""
+        self._programs.kill()
+
+    async def run(self, stop: Stop, refreshing: "asyncio.Task[None]") -> None:
+        """Run the programs until they have ended.
+
+        Raises:
+            RunDirInUseError: Another process of this host holds programs of these names.
+            ConfigError: The run has another configuration by now, which this host does not accept.
+            CrewFailedError: A program was given up.
+        """
+        lock = self._layout.root / f"{self._joining.name}.lock"
+        with only_one(lock, f"program of the name {self._joining.name}"):
+            async with self._programs, asyncio.TaskGroup() as tasks:
+                beside = [tasks.create_task(self._rotation.run(), name="logs")]
+                beside.append(tasks.create_task(self._bring_home(), name="left spools"))
+                if self._joining.beside is not None:
+                    beside.append(tasks.create_task(_until_cancelled(self._joining.beside, self._mirror)))
+                try:
+                    await self._govern(stop, refreshing)
+                finally:
+                    for task in beside:
+                        task.cancel()
+        self._tell_left()
+
+    async def _govern(self, stop: Stop, refreshing: "asyncio.Task[None]") -> None:
+        self._programs.adopt(
+            [(one, spec) for one in self._previous for spec in self._specs() if spec.name == one.name]
+        )
+        self._start()
+        logger.info("joined run=%s directory=%s", self._mirror.run_name, self._layout.root)
+        known = self._mirror.changes
+        while not self._are_over():
+            over = self._programs.until(lambda _: self._are_over())
+            if not await _first(stop, refreshing, over, self._mirror.changed()):
+                await self._end("asked to end")
+                return
+            if self._mirror.refused is not None:
+                await self._end("the run has another configuration")
+                raise self._mirror.refused
+            if self._mirror.changes != known and not self._are_over():
+                known = self._mirror.changes
+                logger.info("the run has another configuration, starting again")
+                await self._end("the run has another configuration")
+                self._start()
+        self._require_success()
+
+    def _start(self) -> None:
+        views = self._programs.views()
+        for spec in self._specs():
+            if spec.name in views and views[spec.name].phase not in OVER:
+                continue
+            if spec.name in views:
+                self._programs.forget(spec.name)
+            self._programs.start(spec)
+
+    def _specs(self) -> list[ProcessSpec]:
+        module, run_dir = "rolloutmq.launch.service_process", str(self._layout.root)
+        return [
+            ProcessSpec(
+                name=name,
+                role=role,
+                argv=python_command(sys.executable, module, words[0], "--run-dir", run_dir, *words[1:]),
+                log=str(self._layout.log(name)),
+                env={OWN_KEY: self._joining.connection.key} if self._joining.connection.key else {},
+            )
+            for name, role, words in self._joining.programs
+        ]
+
+    def _are_over(self) -> bool:
+        views = self._programs.views()
+        return all(views[name].phase in OVER for name, _, _ in self._joining.programs)
+
+    async def _end(self, reason: str) -> None:
+        ladder = end_ladder(self._joining.grace_s, self._limits.term_grace_s)
+        await self._programs.stop(list(self._programs.views()), ladder, reason)
+
+    def _require_success(self) -> None:
+        failed = [view for view in self._programs.views().values() if view.phase is Phase.FATAL]
+        if failed:
+            raise CrewFailedError(failed[0].name, failed[0].reason, str(self._layout.log(failed[0].name)))
+
+    def _logs(self) -> list[Path]:
+        return [self._layout.log(name) for name, _, _ in self._joining.programs]
+
+    async def _bring_home(self) -> None:
+        """Send the groups that ended workers of these names have left."""
+        told = ""
+        while True:
+            await asyncio.sleep(RESEND_S)
+            living = {name for name, view in self._programs.views().items() if view.phase not in OVER}
+            try:
+                await resend_spools(
+                    self._layout.root,
+                    self._layout.spools,
+                    ack_logs=self._layout.acks,
+                    living=_Others(self._joining.name, living),
+                )
+                told = ""
+            except RolloutMQError as error:
+                if str(error) != told:
+                    logger.warning("spools not sent error=%s", error)
+                told = str(error)
+
+    def _tell_left(self) -> None:
+        """Say which groups wait on this host for the next start."""
+        left = [
+            path.name for path in self._layout.spools.glob("*") if path.name.startswith(self._joining.name)
+        ]
+        if left:
+            logger.warning(
+                "unsent groups are kept files=%s directory=%s; start again under this name to send them",
+                ", ".join(left),
+                self._layout.spools,
+            )
+
+
+class _Others:
+    """The producers whose groups are not to be sent by this process: those of others, and those that live."""
+
+    def __init__(self, name: str, living: set[str]) -> None:
+        self._name = name
+        self._living = living
+
+    def __contains__(self, producer: object) -> bool:
+        is_mine = isinstance(producer, str) and producer.startswith(f"{self._name}.")
+        return not is_mine or any(
+            producer == one or str(producer).startswith(f"{one}.") for one in self._living
+        )
+
+
+async def _until_cancelled(beside: Beside, mirror: Mirror) -> None:
+    await beside(mirror, mirror.layout)
+
+
+async def _first(stop: Stop, refreshing: "asyncio.Task[None]", *waits: Awaitable[Any]) -> bool:
+    """Wait for the first of some waits; False if the process is asked to end. Raises what the mirror raises."""
+    tasks = [asyncio.ensure_future(one) for one in waits]
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({*tasks, stopping, refreshing}, return_when=asyncio.FIRST_COMPLETED)
+        if refreshing.done():
+            refreshing.result()
+        for task in tasks:
+            if task.done():
+                task.result()
+        return not stopping.done()
+    finally:
+        for task in (*tasks, stopping):
+            task.cancel()
+        await asyncio.wait({*tasks, stopping})
+
+
+def end_ladder(grace_s: float, term_grace_s: float) -> Ladder:
+    """Return how programs end: drain at once, SIGTERM after the grace, then SIGKILL."""
+    return Rung(0.0, Step.USR1), Rung(grace_s, Step.TERM), Rung(grace_s + term_grace_s, Step.KILL)
+
+
+def _backoff(limits: OrchestratorConfig) -> Backoff:
+    return Backoff(limits.backoff_s, limits.backoff_max_s, limits.crash_limit, limits.stable_s)

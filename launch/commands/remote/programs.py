@@ -1,0 +1,105 @@
+"""What joins a run of another host: workers of an environment, ranks of the trainer, engines."""
+
+import re
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from rolloutmq.bus.engine_registry import FIRST
+from rolloutmq.launch.commands.remote.configured import rolling, training
+from rolloutmq.launch.commands.remote.engine_beats import EngineBeats, Served
+from rolloutmq.launch.commands.remote.joining import Joining, join
+from rolloutmq.launch.commands.remote.own_code import OwnCode
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.files import Connection
+from rolloutmq.schemas.process import Role
+from rolloutmq.schemas.wire.envelope import Name
+
+COUNT_LIMIT: Final = 1024
+"""Most workers of one command."""
+_BASE: Final = re.compile(r"[A-Za-z0-9_]{1,40}")
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a program joins: the run, the directory of this host, the grace at its end, and a name for this host."""
+
+    connection: Connection
+    directory: Path | None = None
+    grace_s: float = 25.0
+    name: str = ""
+
+    @property
+    def base(self) -> str:
+        """Part of the names of its programs. Raises ConfigError if it cannot be one."""
+        base = (
+            self.name
+            or re.sub(r"\W", "_", socket.gethostname().partition(".")[0], flags=re.ASCII)[:40]
+            or "host"
+        )
+        if _BASE.fullmatch(base) is None:
+            raise ConfigError("--name", f"must be at most 40 letters, digits or `_` (got {base!r})")
+        return base
+
+
+def join_workers(env: str, count: int, own: OwnCode, way: Way) -> int:
+    """Roll out an environment of a run of another host; return the exit code. Blocks.
+
+    Args:
+        env: Name of the environment.
+        count: Number of worker processes.
+        own: What the run may have this host load.
+        way: How they join.
+
+    Raises:
+        ConfigError: The name of the environment or of the workers cannot be one.
+    """
+    name = f"{env}-{way.base}"
+    names = [f"{name}.{number}" for number in range(count)]
+    _require_names(names)
+    programs = tuple((one, Role.WORKER, ("worker", "--worker", one)) for one in names)
+    accept = rolling([env], own)
+    way_of = Joining(name, programs, way.connection, accept, way.directory, way.grace_s, is_alone=True)
+    return join(way_of)
+
+
+def join_trainer(ranks: Iterable[int], model: Path | None, way: Way) -> int:
+    """Run ranks of the trainer of a run of another host; return the exit code. Blocks.
+
+    Args:
+        ranks: Ranks on this host: all of them, since ranks meet on loopback.
+        model: Directory of the model, for a run that has one by path.
+        way: How they join.
+    """
+    programs = tuple((f"trainer.{rank}", Role.TRAINER, ("trainer", "--rank", str(rank))) for rank in ranks)
+    return join(Joining("trainer", programs, way.connection, training(model), way.directory, way.grace_s))
+
+
+def join_engine(served: Served, model: Path | None, way: Way) -> int:
+    """Serve the policy of a run of another host; return the exit code. Blocks.
+
+    Args:
+        served: Where the engine listens, and where others reach it.
+        model: Directory of the model, for a run that has one by path.
+        way: How it joins.
+    """
+    name = f"{FIRST}.{way.base}"
+    _require_names([name])
+    beats = EngineBeats(name, served)
+    programs = ((name, Role.INFERENCE, ("inference", "--engine", name)),)
+    accept = served.accepting(training(model))
+    return join(Joining(name, programs, way.connection, accept, way.directory, way.grace_s, beats.run))
+
+
+def _require_names(names: Iterable[str]) -> None:
+    for name in names:
+        try:
+            msgspec.convert(name, Name)
+        except msgspec.ValidationError:
+            raise ConfigError(
+                "--name", f"makes the name {name}, which must be at most 64 letters, digits, `.`, `_` or `-`"
+            ) from None

@@ -1,0 +1,249 @@
+"""What the broker tells other hosts of its run directory, and what it writes there for their engines.
+
+The core is without files: the data plane asks this class for the replies to `GetRun`, `GetFile` and `EngineBeat`. The
+other side names no path. A file is one of `SHARED_FILES` in the directory of the policy's model or tokenizer, an engine
+one of `inference.NAME`. Every read is bounded, and answers are reused for a moment: a thousand hosts ask once a second.
+"""
+
+import hashlib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+import google_crc32c
+import msgspec
+
+from rolloutmq.bus.engine_registry import engine_files, engine_number, engines_of, is_of_other_host
+from rolloutmq.bus.files import open_regular
+from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.bus.tokenizer_fingerprint import student_directory, student_model
+from rolloutmq.bus.transport.mirror.shared_config import shared
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.joining import (
+    CONFIG_LIMIT_BYTES,
+    ENGINES_LIMIT,
+    FILE_LIMIT_BYTES,
+    PART_BYTES,
+    SHARED_FILES,
+    URL_CHARS,
+    EngineBeat,
+    EngineState,
+    FilePart,
+    GetFile,
+    GetRun,
+    RunReply,
+    SharedFile,
+)
+from rolloutmq.schemas.wire.replies import ErrorReply, Ok
+from rolloutmq.services.broker.broker_state import refuse
+
+logger = logging.getLogger(__name__)
+
+KEPT_S: Final = 0.25
+"""Time for which a look at the files answers further requests."""
+GONE_S: Final = 30.0
+"""Silence after which the address of another host's engine is removed."""
+_URL: Final = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
+_ANY: Final = {"0.0.0.0": "0.0.0.0", "::": "[::]", "": "0.0.0.0"}
+"""Bound hosts that are told as they are: the asker puts in the one by which it reached the broker."""
+
+
+class SharedRun:
+    """The files of one run. For the thread of the data plane.
+
+    Args:
+        config: Configuration of the run.
+        layout: Its directory.
+        epoch: Epoch of the broker.
+    """
+
+    def __init__(self, config: RunConfig, layout: RunLayout, epoch: int) -> None:
+        self._config = config
+        self._layout = layout
+        self._epoch = epoch
+        self._shared = shared(config)
+        if len(self._shared) > CONFIG_LIMIT_BYTES:
+            raise ConfigError(
+                "environment",
+                f"the configuration has more than {CONFIG_LIMIT_BYTES} bytes; shorten `options`",
+            )
+        self._digest = hashlib.blake2b(self._shared, digest_size=16).hexdigest()
+        self._reply: tuple[RunReply, float] | None = None
+        self._beats: dict[str, float] = {}
+        """Time of the last heartbeat of each engine of another host."""
+        self._has_looked = False
+
+    def answer(
+        self, request: GetRun | GetFile | EngineBeat, now: float
+    ) -> RunReply | FilePart | Ok | ErrorReply:
+        """Serve one request; `now` in monotonic seconds."""
+        match request:
+            case GetRun():
+                return self._run(request, now)
+            case GetFile():
+                return self._part(request)
+            case EngineBeat():
+                return self._beat(request, now)
+
+    def sweep(self, now: float) -> None:
+        """Remove the addresses of engines of other hosts that have been silent for long.
+
+        Those that an earlier broker has written count as heard at the first call.
+        """
+        if not self._has_looked:
+            self._has_looked = True
+            for name, _ in engine_files(self._layout):
+                if is_of_other_host(name):
+                    self._beats.setdefault(name, now)
+        for name, at in list(self._beats.items()):
+            if now - at > GONE_S:
+                logger.warning("engine of another host silent name=%s silent_s=%.0f", name, now - at)
+                self._remove(name)
+
+    def _run(self, request: GetRun, now: float) -> RunReply:
+        if self._reply is None or now - self._reply[1] >= KEPT_S:
+            self._reply = self._looked(), now
+        reply = self._reply[0]
+        return reply if request.have == self._digest else msgspec.structs.replace(reply, config=self._shared)
+
+    def _looked(self) -> RunReply:
+        engines = (self._state(one) for one in engines_of(self._layout)[:ENGINES_LIMIT])
+        return RunReply(
+            epoch=self._epoch,
+            run=self._config.run.name,
+            digest=self._digest,
+            engines=tuple(one for one in engines if one is not None),
+            teacher=self._teacher(),
+            files=tuple(self._files()),
+        )
+
+    def _state(self, found: InferenceAddress) -> EngineState | None:
+        if len(found.url) > URL_CHARS:
+            return None
+        own = self._config.inference
+        is_own = engine_number(found.name) >= 0
+        return EngineState(
+            name=found.name,
+            url=_told(found.url, own.host, own.advertise) if is_own else found.url,
+            pid=found.pid,
+            number=found.number,
+            at=found.at,
+            in_hand=found.in_hand,
+            busy=found.busy,
+            draining=found.draining,
+            trouble=found.trouble[:200],
+        )
+
+    def _teacher(self) -> str:
+        try:
+            found = read_json(self._layout.teacher, InferenceAddress)
+        except msgspec.DecodeError:
+            return ""
+        if found is None or len(found.url) > URL_CHARS:
+            return ""
+        return _told(found.url, self._config.teacher.host, self._config.inference.advertise)
+
+    def _files(self) -> list[SharedFile]:
+        return [
+            SharedFile(name=name, nbytes=found[0], mark=found[1])
+            for name in sorted(SHARED_FILES)
+            if (path := self._path(name)) is not None and (found := _size_and_mark(path)) is not None
+        ]
+
+    def _path(self, name: str) -> Path | None:
+        """Return where a file of the model is; None if the run has none."""
+        if name not in SHARED_FILES:
+            return None
+        model = self._config.model
+        if not self._config.trainer.enabled and not model.path:
+            return None
+        folders = student_directory(self._config, self._layout), student_model(self._config, self._layout)
+        return next((folder / name for folder in folders if (folder / name).is_file()), None)
+
+    def _part(self, request: GetFile) -> FilePart | ErrorReply:
+        path = self._path(request.name)
+        if path is None:
+            return refuse(ErrorCode.UNKNOWN, f"name: the run shares no such file (got {request.name!r})")
+        try:
+            with open_regular(path) as file:
+                if _mark_of(os.fstat(file.fileno())) != request.mark:
+                    return refuse(
+                        ErrorCode.UNKNOWN, f"mark: {request.name} has changed; ask for the run again"
+                    )
+                file.seek(request.offset)
+                data = file.read(PART_BYTES)
+        except OSError as error:
+            return refuse(ErrorCode.UNKNOWN, f"name: {request.name} cannot be read ({error.strerror})")
+        return FilePart(offset=request.offset, data=data, checksum=google_crc32c.value(data))
+
+    def _beat(self, beat: EngineBeat, now: float) -> Ok | ErrorReply:
+        engine = beat.engine
+        if not is_of_other_host(engine.name):
+            return refuse(ErrorCode.INVALID, f"name: must be inference.NAME (got {engine.name!r})")
+        if _URL.fullmatch(engine.url) is None:
+            return refuse(ErrorCode.INVALID, f"url: must be http://HOST:PORT (got {engine.url!r})")
+        if beat.ends:
+            self._remove(engine.name)
+            return Ok()
+        if engine.name not in self._beats and len(self._beats) >= ENGINES_LIMIT:
+            return refuse(
+                ErrorCode.LIMIT, f"name: {ENGINES_LIMIT} engines of other hosts are known, the limit"
+            )
+        if engine.name not in self._beats:
+            logger.info("engine of another host name=%s url=%s host=%s", engine.name, engine.url, beat.host)
+        self._beats[engine.name] = now
+        try:
+            write_json(
+                self._layout.engine(engine.name),
+                InferenceAddress(
+                    url=engine.url,
+                    pid=engine.pid,
+                    name=engine.name,
+                    number=engine.number,
+                    at=engine.at,
+                    in_hand=engine.in_hand,
+                    busy=min(max(engine.busy, 0.0), 1.0),
+                    draining=engine.draining,
+                    trouble=engine.trouble,
+                ),
+            )
+        except OSError as error:
+            return refuse(ErrorCode.UNKNOWN, f"the address cannot be written ({error.strerror})")
+        return Ok()
+
+    def _remove(self, name: str) -> None:
+        self._beats.pop(name, None)
+        self._layout.engine(name).unlink(missing_ok=True)
+
+
+def _told(url: str, bound: str, advertise: str) -> str:
+    """Return the URL of a server of this host for other hosts.
+
+    Args:
+        url: For this host.
+        bound: Host that the server binds.
+        advertise: Host that others are told instead; empty for none.
+    """
+    host = f"[{advertise}]" if ":" in advertise else advertise or _ANY.get(bound, "")
+    if not host:
+        return url
+    scheme, _, rest = url.partition("://")
+    port = re.search(r":([0-9]+)(/|$)", rest)
+    return f"{scheme}://{host}:{port[1]}" if port else f"{scheme}://{host}"
+
+
+def _size_and_mark(path: Path) -> tuple[int, str] | None:
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return (found.st_size, _mark_of(found)) if found.st_size <= FILE_LIMIT_BYTES else None
+
+
+def _mark_of(found: os.stat_result) -> str:
+    return f"{found.st_size}.{found.st_mtime_ns}.{found.st_ino}"

@@ -1,0 +1,181 @@
+"""The mirror follows a run of another host: over the address that answers, through restarts, with whole files only."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from tests.bus.transport.listening import INSECURE
+
+from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.transport.endpoint import read_endpoints
+from rolloutmq.bus.transport.mirror import mirror as mirroring
+from rolloutmq.bus.transport.mirror.mirror import Mirror
+from rolloutmq.bus.transport.sockets import Channel, make_context
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.files import Connection, RunLayout
+from rolloutmq.schemas.wire.joining import FilePart, GetFile, GetRun, RunReply, SharedFile
+from rolloutmq.schemas.wire.replies import InfoReply, RunInfo
+from rolloutmq.services.broker.server import running_broker
+
+NOBODY = "tcp://127.0.0.1:1"
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirroring, "ASK_S", 0.05)
+    monkeypatch.setattr(mirroring, "ANSWER_S", 0.5)
+
+
+def accept(data: bytes, _layout: RunLayout) -> RunConfig:
+    return RunConfig.model_validate_json(data)
+
+
+@asynccontextmanager
+async def mirrored(mirror: Mirror) -> AsyncIterator["asyncio.Task[None]"]:
+    task = asyncio.create_task(mirror.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(30):
+        # What is waited for is a file: there is no event.
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"run": {"name": "sums"}, "broker": INSECURE, **sections})
+
+
+async def test_the_first_address_that_answers_is_used_and_a_restart_is_followed(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    layout, own = RunLayout(run_dir), RunLayout(tmp_path / "own")
+    with running_broker(config(), layout) as broker:
+        address = broker.endpoints.listen[0]
+        mirror = Mirror(Connection(addresses=(NOBODY, address)), accept, own.root)
+        async with mirrored(mirror):
+            await mirror.ready()
+            found = read_endpoints(own.root)
+            assert found is not None
+            assert (found.serve, found.pid, found.key) == (address, 0, "")
+            assert {one.rpartition(":")[0] for one in (found.ingest, found.events)} == {"tcp://127.0.0.1"}
+            assert load_run(own.root)[0].run.name == "sums"
+            broker.stop()
+            await until(lambda: mirror.problem)
+            assert read_endpoints(own.root) == found, "what is there stays while the broker is away"
+
+
+async def test_a_broker_that_moved_is_found_at_the_other_address(run_dir: Path, tmp_path: Path) -> None:
+    layout, own = RunLayout(run_dir), RunLayout(tmp_path / "own")
+    with running_broker(config(), layout) as other:
+        later = other.endpoints.listen[0]
+        info = InfoReply(
+            epoch=1, info=RunInfo(), ingest="", events="", publish="", max_group_bytes=1, ports=(1, 2, 3)
+        )
+        run = RunReply(epoch=1, run="sums", digest="d", config=config().model_dump_json().encode())
+        async with fake({GetRun: run}, info) as (first, stop):
+            mirror = Mirror(Connection(addresses=(first, later)), accept, own.root)
+            async with mirrored(mirror):
+                await mirror.ready()
+                before = read_endpoints(own.root)
+                assert before is not None
+                assert before.serve == first
+                stop.set()
+                await until(lambda: (now := read_endpoints(own.root)) and now.serve == later)
+                await until(lambda: mirror.changes == 2)
+
+
+async def test_a_refused_configuration_is_raised(run_dir: Path, tmp_path: Path) -> None:
+    def refuse(_data: bytes, _layout: RunLayout) -> RunConfig:
+        raise ConfigError("environment.e.entry", "is not allowed")
+
+    with running_broker(config(), RunLayout(run_dir)) as broker:
+        mirror = Mirror(Connection(addresses=(broker.endpoints.listen[0],)), refuse, tmp_path / "own")
+        async with mirrored(mirror):
+            with pytest.raises(ConfigError, match="is not allowed"):
+                await mirror.ready()
+    assert not RunLayout(tmp_path / "own").config.exists()
+
+
+async def test_files_of_the_model_follow(run_dir: Path, tmp_path: Path) -> None:
+    layout, own = RunLayout(run_dir), RunLayout(tmp_path / "own")
+    data = bytes(range(256)) * 3000
+    layout.model.mkdir()
+    (layout.model / "tokenizer.json").write_bytes(data)
+    with running_broker(config(), layout) as broker:
+        mirror = Mirror(Connection(addresses=(broker.endpoints.listen[0],)), accept, own.root)
+        async with mirrored(mirror):
+            await mirror.ready()
+            assert (own.model / "tokenizer.json").read_bytes() == data
+            (layout.model / "tokenizer.json").write_bytes(b"{}")
+            await until(lambda: (own.model / "tokenizer.json").read_bytes() == b"{}")
+
+
+@asynccontextmanager
+async def fake(
+    replies: dict[type, Any], info: InfoReply | None = None
+) -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """A broker with these replies, until the event is set."""
+    context, stop = make_context(), asyncio.Event()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind("tcp://127.0.0.1:*")
+    channel = Channel(socket)
+
+    async def answer() -> None:
+        while not stop.is_set():
+            *way, request = await channel.receive()
+            if stop.is_set():
+                return
+            reply: Any = replies.get(type(codec.decode_request(request)), info)
+            await channel.send([*way, codec.encode(reply)])
+
+    task = asyncio.create_task(answer())
+    try:
+        yield socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"), stop
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        channel.close()
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize(
+    ("part", "problem"),
+    [
+        (FilePart(offset=0, data=b"abcd", checksum=1), "is damaged"),
+        (FilePart(offset=4, data=b"abcd", checksum=0), "is not the part from 0"),
+        (FilePart(offset=0, data=b"", checksum=0), "is not the part from 0"),
+        (FilePart(offset=0, data=b"abcdefgh", checksum=0x0A9421B7), "has more than 4 bytes"),
+    ],
+)
+async def test_a_hostile_broker_writes_no_file_and_is_told(
+    tmp_path: Path, part: FilePart, problem: str
+) -> None:
+    own = RunLayout(tmp_path / "own")
+    run = RunReply(
+        epoch=1,
+        run="sums",
+        digest="d",
+        config=b"{}",
+        files=(SharedFile(name="tokenizer.json", nbytes=4, mark="m"),),
+    )
+    info = InfoReply(
+        epoch=1, info=RunInfo(), ingest="", events="", publish="", max_group_bytes=1, ports=(1, 2, 3)
+    )
+    async with fake({GetRun: run, GetFile: part}, info) as (address, _):
+        mirror = Mirror(Connection(addresses=(address,)), accept, own.root)
+        async with mirrored(mirror):
+            await until(lambda: problem in mirror.problem)
+            assert not (own.model / "tokenizer.json").exists()
+            assert not own.config.exists()

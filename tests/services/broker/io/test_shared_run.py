@@ -1,0 +1,171 @@
+"""What the broker tells other hosts of its directory: what is on the lists, in parts, and nothing else."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import pytest
+
+from rolloutmq.bus.engine_registry import engines_of
+from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.joining import (
+    PART_BYTES,
+    EngineBeat,
+    EngineState,
+    FilePart,
+    GetFile,
+    GetRun,
+    RunReply,
+)
+from rolloutmq.schemas.wire.replies import ErrorReply, Ok
+from rolloutmq.services.broker.io.shared_run import GONE_S, KEPT_S, SharedRun
+
+EPOCH = 5
+
+
+def shared_of(run_dir: Path, **sections: Any) -> SharedRun:
+    return SharedRun(validate({"run": {"name": "sums"}, **sections}), RunLayout(run_dir), EPOCH)
+
+
+def told(run: SharedRun, now: float = 0.0, have: str = "") -> RunReply:
+    reply = run.answer(GetRun(have=have), now)
+    assert isinstance(reply, RunReply)
+    return reply
+
+
+def refusal(reply: object) -> ErrorReply:
+    assert isinstance(reply, ErrorReply)
+    return reply
+
+
+def served(run_dir: Path, name: str, url: str, number: int = 1) -> None:
+    path = RunLayout(run_dir).engine(name)
+    write_json(path, InferenceAddress(url=url, pid=7, name=name, number=number))
+
+
+def beat(name: str = "inference.gpu7", url: str = "http://gpu7:8000", *, ends: bool = False) -> EngineBeat:
+    return EngineBeat(engine=EngineState(name=name, url=url, pid=3, number=2), host="gpu7", ends=ends)
+
+
+def test_the_configuration_is_told_once(run_dir: Path) -> None:
+    run = shared_of(run_dir)
+    first = told(run)
+    assert (first.epoch, first.run) == (EPOCH, "sums")
+    assert RunConfig.model_validate_json(first.config).run.name == "sums"
+    again = told(run, have=first.digest)
+    assert (again.digest, again.config) == (first.digest, b"")
+
+
+@pytest.mark.parametrize(
+    ("inference", "url"),
+    [
+        ({}, "http://127.0.0.1:8000"),
+        ({"host": "0.0.0.0", "insecure": True}, "http://0.0.0.0:8000"),
+        ({"host": "::", "insecure": True}, "http://[::]:8000"),
+        ({"advertise": "head.cluster"}, "http://head.cluster:8000"),
+        ({"advertise": "fd00::1"}, "http://[fd00::1]:8000"),
+    ],
+)
+def test_engines_are_told_as_others_reach_them(run_dir: Path, inference: dict[str, Any], url: str) -> None:
+    served(run_dir, "inference", "http://127.0.0.1:8000")
+    served(run_dir, "inference.gpu7", "http://gpu7:9")
+    assert [one.url for one in told(shared_of(run_dir, inference=inference)).engines] == [
+        url,
+        "http://gpu7:9",
+    ]
+
+
+def test_the_files_are_looked_at_once_in_a_while(run_dir: Path) -> None:
+    run = shared_of(run_dir)
+    assert told(run).engines == ()
+    served(run_dir, "inference", "http://127.0.0.1:8000")
+    assert told(run, KEPT_S / 2).engines == ()
+    assert len(told(run, KEPT_S).engines) == 1
+
+
+def test_files_of_the_model_come_in_checked_parts(run_dir: Path) -> None:
+    run, layout = shared_of(run_dir), RunLayout(run_dir)
+    layout.model.mkdir()
+    data = bytes(range(256)) * (PART_BYTES // 128)
+    (layout.model / "tokenizer.json").write_bytes(data)
+    (layout.model / "model.safetensors").write_bytes(b"weights")
+    (file,) = told(run).files
+    assert (file.name, file.nbytes) == ("tokenizer.json", len(data))
+    found = b""
+    while len(found) < file.nbytes:
+        part = run.answer(GetFile(name=file.name, mark=file.mark, offset=len(found)), 0.0)
+        assert isinstance(part, FilePart)
+        assert part.checksum == google_crc32c.value(part.data)
+        found += part.data
+    assert found == data
+    (layout.model / "tokenizer.json").write_bytes(b"{}")
+    changed = refusal(run.answer(GetFile(name=file.name, mark=file.mark), 0.0))
+    assert (changed.code, "has changed" in changed.detail) == (ErrorCode.UNKNOWN, True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "../config.json", "/etc/passwd", "", "lives.json"])
+def test_no_other_file_is_told(run_dir: Path, name: str) -> None:
+    (run_dir / "model").mkdir()
+    (run_dir / "model" / "model.safetensors").write_bytes(b"weights")
+    reply = refusal(shared_of(run_dir).answer(GetFile(name=name, mark=""), 0.0))
+    assert "the run shares no such file" in reply.detail
+
+
+def test_a_model_by_path_is_told_from_its_directories(run_dir: Path, tmp_path: Path) -> None:
+    for folder in ("model", "words"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "words" / "tokenizer.json").write_text("{}")
+    model = {"path": str(tmp_path / "model"), "tokenizer": str(tmp_path / "words")}
+    trainer = {"enabled": False, "learning_rate": 1e-6}
+    run = shared_of(run_dir, model=model, trainer=trainer, inference={"kind": "none"})
+    assert [one.name for one in told(run).files] == ["config.json", "tokenizer.json"]
+
+
+def test_an_engine_of_another_host_is_known_here_while_it_is_heard(run_dir: Path) -> None:
+    run, layout = shared_of(run_dir), RunLayout(run_dir)
+    assert run.answer(beat(), 0.0) == Ok()
+    found = read_json(layout.engine("inference.gpu7"), InferenceAddress)
+    assert found == InferenceAddress(url="http://gpu7:8000", pid=3, name="inference.gpu7", number=2)
+    run.sweep(GONE_S)
+    assert len(engines_of(layout)) == 1
+    run.sweep(GONE_S + 0.1)
+    assert engines_of(layout) == []
+    run.answer(beat(), 100.0)
+    run.answer(beat(ends=True), 100.0)
+    assert engines_of(layout) == []
+
+
+def test_engines_that_an_earlier_broker_knew_are_forgotten_too(run_dir: Path) -> None:
+    served(run_dir, "inference.gpu7", "http://gpu7:9")
+    served(run_dir, "inference", "http://127.0.0.1:9")
+    run = shared_of(run_dir)
+    run.sweep(50.0)
+    run.sweep(50.0 + GONE_S + 0.1)
+    assert [one.name for one in engines_of(RunLayout(run_dir))] == ["inference"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "problem"),
+    [
+        (beat("inference"), "name: must be inference.NAME (got 'inference')"),
+        (beat("inference-1"), "name: must be inference.NAME"),
+        (beat("config"), "name: must be inference.NAME"),
+        (beat("inference.a.b"), "name: must be inference.NAME"),
+        (beat(url="file:///etc/passwd"), "url: must be http://HOST:PORT"),
+        (beat(url="http://user:word@h:1"), "url: must be http://HOST:PORT"),
+        (beat(url=""), "url: must be http://HOST:PORT"),
+    ],
+)
+def test_what_is_no_engine_of_another_host_writes_nothing(
+    run_dir: Path, wrong: EngineBeat, problem: str
+) -> None:
+    before: Sequence[Path] = sorted(run_dir.iterdir())
+    reply = refusal(shared_of(run_dir).answer(wrong, 0.0))
+    assert (reply.code, problem in reply.detail) == (ErrorCode.INVALID, True)
+    assert sorted(run_dir.iterdir()) == before
