@@ -18,9 +18,9 @@ from rolloutmq.bus.lifecycle import log_failure, set_up_logging, signals
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, read_json, write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
-from rolloutmq.schemas.address import is_loopback
 from rolloutmq.schemas.errors import ConfigError, RolloutMQError, WeightsNotSentError
 from rolloutmq.schemas.files import RunLayout, StreamAddress
+from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.trainer.weights.stream import ticket
 from rolloutmq.trainer.weights.stream.channel import Channel, require_cipher
 from rolloutmq.trainer.weights.stream.receiver import Receiver
