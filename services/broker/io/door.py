@@ -70,9 +70,9 @@ class Door:
 
     def sender_of(self, frame: zmq.Frame) -> str | None:
         """Return the name of the key that a message came with; None for a client of this host; empty for neither."""
-        if str(frame.get("Peer-Address")).startswith(_LOCAL):
+        if _property(frame, "Peer-Address").startswith(_LOCAL):
             return None
-        return str(frame.get("User-Id")) if self._gatekeeper is not None else ""
+        return _property(frame, "User-Id") if self._gatekeeper is not None else ""
 
     def role_of(self, sender: str | None) -> Role | None:
         """Return the role of a sender; None for a key that may not enter any more."""
@@ -125,3 +125,11 @@ def _without_memory(request: Request) -> Request:
     if isinstance(request, Pull) and request.arenas:
         return replace(request, arenas=False)
     return request
+
+
+def _property(frame: zmq.Frame, name: str) -> str:
+    """Return a property of the connection a frame came by; empty if the peer left before libzmq could read it."""
+    try:
+        return str(frame.get(name))
+    except zmq.ZMQError:
+        return ""
