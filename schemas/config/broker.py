@@ -32,7 +32,7 @@ class BrokerConfig(Section):
     keys: str = ""
     """Directory of `rolloutmq keys init`, relative to the configuration, with the keys that may enter by `listen`."""
     insecure: bool = False
-    """Let everybody who reaches `listen` use the run, without a key and without encryption."""
+    """Open `listen` to everybody in reach of it, without keys and without encryption."""
     durability: Durability = Durability.DISK
     """What an ack survives. `disk`: a power cut; `os`: a killed broker; `memory`: neither."""
     commit_ms: NonNegativeFloat = 10.0

@@ -198,4 +198,4 @@ class WeightsConfig(Section):
     """Address of the relay with the backend `stream`, `tcp://HOST:PORT`; port 0 takes any. On an address that other
     hosts reach the weights are encrypted, for which the relay and its receivers need the extra `cluster`."""
     insecure: bool = False
-    """Do not encrypt the weights on an address that other hosts reach. Tickets are still needed."""
+    """Do not encrypt the weights on an address beyond this host. Tickets are still needed."""
