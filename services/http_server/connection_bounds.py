@@ -24,6 +24,7 @@ class Connection(Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether no request of it is under way, the sending of a reply included."""
+        ...
 
     def drop(self) -> None:
         """Close it now, whatever its peer has not read. Its descriptor is free in the next turn of the loop."""
