@@ -77,4 +77,5 @@ def _service(role: Role, layout: RunLayout, python: str) -> ProcessSpec:
         ),
         log=str(layout.log(role.value)),
         spare=role is Role.GATEWAY,
+        observer=role is Role.TELEMETRY,
     )

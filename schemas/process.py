@@ -79,6 +79,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
         kind: Name shared by processes that run the same program and whose readiness is reported to their supervisor. A
             kind is proven once one of them has done work. Empty if the readiness is not reported.
         spare: Others work on without it. Killed (SIGKILL), such as for want of memory, it is restarted without limit.
+        observer: It only watches the run. However often it crashes, it is restarted, in the end once a minute.
     """
 
     name: str
@@ -95,6 +96,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     foreign: bool = False
     kind: str = ""
     spare: bool = False
+    observer: bool = False
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,24 +1,38 @@
 """The event feed: a subscription that follows the broker of a run, for the recorder and the views.
 
 A restarted broker may have another address in `endpoints.json`; the feed checks that file once a second and reconnects.
-It may be opened before the broker starts. Events published while it reconnects are lost.
+It may be opened before the broker starts. Events published while it reconnects are lost. A process without free
+descriptors keeps its connection, and tries again a second later.
 """
 
 import asyncio
+import errno
+import logging
 import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Final, Self
 
 import msgspec
+import zmq
 
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import FILE_POLL_S, read_json
 from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import Published, Subscriber
 from rolloutmq.schemas.files import Endpoints, RunLayout
 
+logger = logging.getLogger(__name__)
+
 LOOK_S: Final = 1.0
 """Time between two checks of the broker's address."""
+_SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
+"""Wants of the machine or of this process, which pass."""
+
+
+def is_short(error: OSError | zmq.ZMQError) -> bool:
+    """Return whether descriptors or memory are used up for now: a later try may succeed."""
+    return error.errno in _SHORT
 
 
 def endpoints_of(layout: RunLayout) -> Endpoints | None:
@@ -37,6 +51,7 @@ class EventFeed:
         self._topics = tuple(topics)
         self._subscriber: Subscriber | None = None
         self._look_at = 0.0
+        self._throttle = LogThrottle()
 
     async def __aenter__(self) -> Self:
         return self
@@ -70,15 +85,23 @@ class EventFeed:
         if self._subscriber is not None and now - self._look_at < LOOK_S:
             return self._subscriber
         self._look_at = now
-        endpoints = endpoints_of(self._layout)
-        if endpoints is None:
-            return self._subscriber
-        if self._subscriber is None or self._subscriber.address != endpoints.events:
-            self._close()
-            self._subscriber = await Subscriber(
-                endpoints.events, self._topics, keys=keys_of(endpoints)
-            ).__aenter__()
+        try:
+            await self._follow()
+        except (OSError, zmq.ZMQError) as error:
+            if not is_short(error):
+                raise
+            if self._throttle.is_due(str(error), now):
+                logger.warning("broker not looked for error=%s", error)
         return self._subscriber
+
+    async def _follow(self) -> None:
+        endpoints = endpoints_of(self._layout)
+        if endpoints is not None and (
+            self._subscriber is None or self._subscriber.address != endpoints.events
+        ):
+            fresh = await Subscriber(endpoints.events, self._topics, keys=keys_of(endpoints)).__aenter__()
+            self._close()
+            self._subscriber = fresh
 
     def _close(self) -> None:
         if self._subscriber is not None:

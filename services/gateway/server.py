@@ -31,6 +31,7 @@ from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
 from rolloutmq.services.gateway.service import Gateway
 from rolloutmq.services.gateway.web.protocol import LimitedProtocol
 from rolloutmq.services.http_server.access import HttpAccess, access_of
+from rolloutmq.services.http_server.connection_bounds import ConnectionBounds, client_limit
 from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
@@ -147,7 +148,7 @@ def access(run: RunConfig, config: GatewayConfig) -> HttpAccess:
 
 def _connections(config: GatewayConfig) -> Any:
     """Return the class of a connection, as uvicorn calls it."""
-    return partial(LimitedProtocol, head_s=config.silent_s)
+    return partial(LimitedProtocol, head_s=config.silent_s, bounds=ConnectionBounds(NAME, client_limit()))
 
 
 async def _end(server: uvicorn.Server, gateway: Gateway, stop: Stop) -> None:

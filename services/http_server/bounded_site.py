@@ -1,24 +1,26 @@
-"""A bound on the connections of a server, and headers for the replies that aiohttp makes by itself.
+"""An aiohttp site with a bound on its connections, a time limit for headers, and headers for aiohttp's own replies.
 
-A connection that asks nothing costs memory and a descriptor for as long as its client likes, up to the keep-alive time.
-Beyond the limit the oldest idle one makes room for a new one: a browser opens another when it needs it. If all are at
-work, the new one is closed. A request that is no HTTP gets its reply from aiohttp before it reaches the application, so
-the application's headers are added here.
+The headers of a request have `HEAD_S` from the beginning of the connection, or from the first byte after the last
+reply. `connection_bounds` has the bound. A request that is no HTTP gets its reply from aiohttp before it reaches the
+application, so the application's headers are added here.
 """
 
 import asyncio
-import logging
 import socket
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 
-logger = logging.getLogger(__name__)
+from rolloutmq.services.http_server.connection_bounds import ConnectionBounds
 
 NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
+HEAD_S: Final = 10.0
+"""Time for the headers of a request, in seconds."""
+LATE_S: Final = 1.0
+"""A timer that fires later than this after its time says that this process stood still, and nothing about the peer."""
 
 
 class BoundedSite(web.SockSite):
@@ -30,6 +32,7 @@ class BoundedSite(web.SockSite):
         backlog: Connections that the kernel keeps until they are taken.
         limit: Most connections at a time.
         headers: Headers of each reply that aiohttp makes by itself.
+        head_s: Time for the headers of a request, in seconds.
     """
 
     def __init__(
@@ -40,9 +43,13 @@ class BoundedSite(web.SockSite):
         backlog: int,
         limit: int,
         headers: Mapping[str, str] = NO_HEADERS,
+        head_s: float = HEAD_S,
     ) -> None:
+        host, port = bound.getsockname()[:2]
         super().__init__(runner, bound, backlog=backlog)
-        self._bounds = _Bounds(limit, headers)
+        self._bounds = ConnectionBounds(f"{host}:{port}", limit)
+        self._headers = headers
+        self._head_s = head_s
 
     async def start(self) -> None:
         """Listen. OSError if the socket cannot."""
@@ -51,62 +58,85 @@ class BoundedSite(web.SockSite):
         assert server is not None
 
         def connected() -> RequestHandler:
-            return _Connection(self._bounds, server, loop=loop, **server._kwargs)
+            return _Connection(self._bounds, self._headers, self._head_s, server, loop=loop, **server._kwargs)
 
         self._server = await loop.create_server(connected, sock=self._sock, backlog=self._backlog)
-
-
-class _Bounds:
-    """The open connections of a site, the oldest first."""
-
-    def __init__(self, limit: int, headers: Mapping[str, str]) -> None:
-        self._limit = limit
-        self._open: dict[_Connection, None] = {}
-        self._is_told = False
-        self.headers = headers
-
-    def add(self, connection: "_Connection") -> None:
-        """Take a connection in; if there are too many, close the oldest idle one, or else this one."""
-        self._open[connection] = None
-        if len(self._open) <= self._limit:
-            return
-        if not self._is_told:
-            self._is_told = True
-            logger.warning("connection limit reached, closing idle ones limit=%d", self._limit)
-        idle = next((one for one in self._open if one.is_idle), connection)
-        del self._open[idle]
-        idle.force_close()
-
-    def discard(self, connection: "_Connection") -> None:
-        self._open.pop(connection, None)
 
 
 class _Connection(RequestHandler):
     """One connection of a bounded site."""
 
-    __slots__ = ("_bounds",)
+    __slots__ = ("_bounds", "_due", "_extra", "_head_s", "_kept")
 
-    def __init__(self, bounds: _Bounds, server: web.Server, **given: Any) -> None:
+    def __init__(
+        self,
+        bounds: ConnectionBounds,
+        extra: Mapping[str, str],
+        head_s: float,
+        server: web.Server,
+        **given: Any,
+    ) -> None:
         super().__init__(server, **given)
         self._bounds = bounds
+        self._extra = extra
+        self._head_s = head_s
+        self._due: asyncio.TimerHandle | None = None
+        self._kept: asyncio.Transport | None = None
+        """The transport; aiohttp forgets its own when it begins to close it."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request of it is under way."""
-        return self._current_request is None and not self._messages
+        """Whether no request of it is under way: none has come, or aiohttp waits for the next one."""
+        return not self._messages and (self._waiter is not None or not self._request_count)
+
+    def drop(self) -> None:
+        """See `Connection.drop`."""
+        transport = self._kept
+        self.force_close()
+        if transport is not None:
+            transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take it in, see `_Bounds.add`."""
+        """Take it in, see `ConnectionBounds.add`."""
+        self._kept = cast("asyncio.Transport", transport)
         super().connection_made(transport)
+        self._expect(self._loop.time() + self._head_s)
         self._bounds.add(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Forget it."""
+        self._expect_nothing()
         self._bounds.discard(self)
         super().connection_lost(exc)
+        self._kept = None
+
+    def data_received(self, data: bytes) -> None:
+        """Parse the next bytes; the first ones of a request begin the time of its headers."""
+        super().data_received(data)
+        if self._messages:
+            self._bounds.touch(self)
+        if not self.is_idle:
+            self._expect_nothing()
+        elif data and self._due is None and self._kept is not None:
+            self._expect(self._loop.time() + self._head_s)
 
     def handle_error(self, *given: Any, **named: Any) -> web.StreamResponse:
         """Return aiohttp's reply to a request that it cannot serve, with the site's headers."""
         response = super().handle_error(*given, **named)
-        response.headers.update(self._bounds.headers)
+        response.headers.update(self._extra)
         return response
+
+    def _expect(self, due: float) -> None:
+        self._due = self._loop.call_at(due, self._late, due)
+
+    def _expect_nothing(self) -> None:
+        if self._due is not None:
+            self._due.cancel()
+            self._due = None
+
+    def _late(self, due: float) -> None:
+        now, self._due = self._loop.time(), None
+        if now - due > LATE_S:
+            self._expect(now + self._head_s)
+        elif self.is_idle:
+            self.drop()

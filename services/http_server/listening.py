@@ -9,17 +9,18 @@ from typing import Final
 from aiohttp import web
 
 from rolloutmq.schemas.errors import AddressInUseError
-from rolloutmq.services.http_server.bounded_site import NO_HEADERS, BoundedSite
+from rolloutmq.services.http_server.bounded_site import HEAD_S, NO_HEADERS, BoundedSite
+from rolloutmq.services.http_server.connection_bounds import client_limit
 from rolloutmq.services.http_server.sockets import bound_socket
 
 KEEP_ALIVE_S: Final = 75.0
-"""Time for the headers of a request, from the beginning of its connection or the last response, in seconds."""
+"""Longest time without a request, in seconds."""
 BACKLOG: Final = 1024
 
 
 @asynccontextmanager
 async def listening(app: web.Application, host: str, port: int, before: int | None) -> AsyncIterator[int]:
-    """Listen for the duration of the block, and yield the port.
+    """Listen for the duration of the block, and yield the port. `client_limit` bounds the connections.
 
     Args:
         port: Port, or 0 for any.
@@ -34,7 +35,7 @@ async def listening(app: web.Application, host: str, port: int, before: int | No
         for candidate in wanted:
             try:
                 bound = bound_socket(host, candidate)
-                await _start(web.SockSite(runner, bound, backlog=BACKLOG), bound)
+                await _start(BoundedSite(runner, bound, backlog=BACKLOG, limit=client_limit()), bound)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or candidate == 0:
@@ -46,7 +47,11 @@ async def listening(app: web.Application, host: str, port: int, before: int | No
 
 @asynccontextmanager
 async def serving(
-    app: web.Application, bound: socket.socket, limit: int, headers: Mapping[str, str] = NO_HEADERS
+    app: web.Application,
+    bound: socket.socket,
+    limit: int,
+    headers: Mapping[str, str] = NO_HEADERS,
+    head_s: float = HEAD_S,
 ) -> AsyncIterator[int]:
     """Serve on a bound socket for the duration of the block, which closes it; yield the port.
 
@@ -55,9 +60,11 @@ async def serving(
         bound: The bound socket.
         limit: Most connections at a time, see `BoundedSite`.
         headers: Headers of each reply that aiohttp makes by itself.
+        head_s: Time for the headers of a request, in seconds.
     """
     async with _set_up(app) as runner:
-        await _start(BoundedSite(runner, bound, backlog=BACKLOG, limit=limit, headers=headers), bound)
+        site = BoundedSite(runner, bound, backlog=BACKLOG, limit=limit, headers=headers, head_s=head_s)
+        await _start(site, bound)
         yield int(runner.addresses[0][1])
 
 

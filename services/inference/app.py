@@ -34,6 +34,7 @@ from rolloutmq.services.inference.server import Handler, application, port_befor
 from rolloutmq.services.inference.token_api.requests import token_job, token_request
 from rolloutmq.services.inference.token_api.responses import token_response
 from rolloutmq.services.inference.tokenizer import TextTokenizer
+from rolloutmq.services.process.descriptors import raise_descriptor_limit
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.latency_recorder import LatencyRecorder
 from rolloutmq.services.process.runner import Stop
@@ -227,6 +228,7 @@ async def serve_http(
         AddressInUseError: Another process uses the configured port.
     """
     config, address = run.inference, layout.engine(name)
+    raise_descriptor_limit()
     latencies = recorder_of(name, run.telemetry)
     wanted = config.port if name == FIRST else 0
     app = front.app(access_of(run, config.host), latencies)

@@ -263,7 +263,7 @@ class HealthMonitor:
             if b'"kind":"step_' in line or b'"kind":"batch_settled"' in line:
                 try:
                     self._replay(msgspec.json.decode(line, type=Recorded))
-                except (msgspec.MsgspecError, ArithmeticError, UnicodeDecodeError):
+                except (msgspec.MsgspecError, ArithmeticError, UnicodeDecodeError, RecursionError):
                     continue
 
     def _replay(self, line: "Recorded") -> None:

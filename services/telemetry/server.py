@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import zmq
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.engine_registry import EngineWatch, engines_of
 from rolloutmq.bus.files import open_regular
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
 from rolloutmq.bus.transport.keys.bundle import keys_of
@@ -137,6 +139,36 @@ Round = Callable[[float], Awaitable[list[TelemetryEvent]]]
 """Samples of one moment; the argument is the wall clock."""
 
 
+class _Outlet:
+    """The connection of one task to the broker of the run, wherever that is now."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._layout = layout
+        self._publisher: Publisher | None = None
+        self._address = ""
+
+    async def publish(self, sample: Round) -> None:
+        """Publish one round of samples, if there is a broker.
+
+        Raises:
+            OSError, zmq.ZMQError: The broker cannot be looked for or reached, or the samples cannot be taken.
+        """
+        endpoints = endpoints_of(self._layout)
+        if endpoints is not None and endpoints.publish != self._address:
+            fresh = Publisher(endpoints.publish, keys=keys_of(endpoints))
+            self.close()
+            self._address, self._publisher = endpoints.publish, fresh
+        if self._publisher is not None:
+            for event in await sample(time.time()):
+                self._publisher.publish(topic_of(event), event)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+
 class Telemetry:
     """The telemetry service of one run.
 
@@ -162,23 +194,15 @@ class Telemetry:
             tasks.create_task(self._record(stop), name="record")
 
     async def _sample(self, stop: Stop, sample: Round) -> None:
-        publisher: Publisher | None = None
-        address = ""
-        try:
+        with contextlib.closing(_Outlet(self._layout)) as outlet:
+            throttle = LogThrottle()
             while not stop.event.is_set():
-                endpoints = endpoints_of(self._layout)
-                if endpoints is not None and endpoints.publish != address:
-                    if publisher is not None:
-                        publisher.close()
-                    address = endpoints.publish
-                    publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))
-                if publisher is not None:
-                    for event in await sample(time.time()):
-                        publisher.publish(topic_of(event), event)
+                try:
+                    await outlet.publish(sample)
+                except (OSError, zmq.ZMQError) as error:  # such as want of descriptors: it costs this round
+                    if throttle.is_due(str(error), time.monotonic()):
+                        logger.warning("samples not taken error=%s", error)
                 await _pause(stop, self._interval_s)
-        finally:
-            if publisher is not None:
-                publisher.close()
 
     async def _record(self, stop: Stop) -> None:
         recorder = Recorder(self._layout.metrics)
@@ -189,8 +213,11 @@ class Telemetry:
 
     async def _record_events(self, stop: Stop, recorder: Recorder, exporters: Exporters) -> None:
         health = self._health
-        with contextlib.suppress(FileNotFoundError), open_regular(self._layout.metrics) as record:
-            health.replay(record)
+        try:
+            with contextlib.suppress(FileNotFoundError), open_regular(self._layout.metrics) as record:
+                health.replay(record)
+        except OSError as error:
+            logger.warning("health begins without the record path=%s error=%s", self._layout.metrics, error)
         flush_at = time.monotonic() + FLUSH_S
         with contextlib.closing(FindingOutlet(self._layout)) as outlet:
             await self._follow(stop, recorder, exporters, outlet, flush_at)

@@ -69,6 +69,12 @@ def test_a_killed_gateway_never_ends_the_run() -> None:
     assert spare == [Role.GATEWAY]
 
 
+def test_only_telemetry_is_an_observer_that_never_ends_the_run() -> None:
+    config = validate({"environment": ENVIRONMENT, "gateway": {"enabled": True}})
+    observers = [spec.role for spec in plan(config, RunLayout(Path("/run")), "python") if spec.observer]
+    assert observers == [Role.TELEMETRY]
+
+
 def test_further_ranks_of_the_trainer_are_processes_of_their_own() -> None:
     config = validate({"environment": ENVIRONMENT, "trainer": {"ranks": 3}})
     specs = plan(config, RunLayout(Path("/run")), "python")

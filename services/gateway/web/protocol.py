@@ -8,6 +8,9 @@ connection. `arrival` has the deadline of a body.
 Whoever sends bytes that are no request is refused in its turn: whole requests before them are answered first, and no
 request is answered twice, since a client would take the second reply for that of its next request.
 
+Beyond the bound of the server the connection that has been idle for the longest time is dropped
+(`services.http_server.connection_bounds`).
+
 The kernel looks after peers that vanished (`services.http_server.sockets`).
 """
 
@@ -18,6 +21,8 @@ from typing import Any, Final
 
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from rolloutmq.services.http_server.connection_bounds import ConnectionBounds
 
 HEAD_BYTES: Final = 64 << 10
 HEAD_S: Final = 10.0
@@ -33,10 +38,18 @@ class LimitedProtocol(HttpToolsProtocol):
 
     Args:
         head_s: Time for the headers of a request.
+        bounds: The open connections of the server; None for one that has its own bound.
     """
 
-    def __init__(self, *arguments: Any, head_s: float = HEAD_S, **named: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        head_s: float = HEAD_S,
+        bounds: ConnectionBounds | None = None,
+        **named: Any,
+    ) -> None:
         super().__init__(*arguments, **named)
+        self._bounds = bounds
         self._head_s = head_s
         self._head_bytes = 0
         """Fed bytes of the headers that are arriving."""
@@ -55,10 +68,24 @@ class LimitedProtocol(HttpToolsProtocol):
         """Begin; a connection that sends nothing ends."""
         super().connection_made(transport)
         self._expect()
+        if self._bounds is not None:
+            self._bounds.add(self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request of it is under way."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered and not self._in_body and not self.pipeline
+
+    def drop(self) -> None:
+        """See `Connection.drop`."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End."""
         self._expect_nothing()
+        if self._bounds is not None:
+            self._bounds.discard(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -95,6 +122,8 @@ class LimitedProtocol(HttpToolsProtocol):
             raise ValueError("too many requests at once")  # ends the parser, and the connection
         super().on_headers_complete()
         self._in_head, self._in_body = False, True
+        if self._bounds is not None:
+            self._bounds.touch(self)
         self._expect_nothing()
 
     def on_message_complete(self) -> None:

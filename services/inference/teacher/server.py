@@ -51,6 +51,7 @@ from rolloutmq.services.inference.teacher.scoring import (
     question_of,
 )
 from rolloutmq.services.inference.teacher.vllm_scorer import VllmScorer
+from rolloutmq.services.process.descriptors import raise_descriptor_limit
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.latency_recorder import LatencyRecorder
 from rolloutmq.services.process.runner import Stop, run_service
@@ -184,6 +185,7 @@ async def serve(run_dir: Path, stop: Stop) -> None:
 
 async def _serve(server: TeacherServer, run: RunConfig, layout: RunLayout, stop: Stop) -> None:
     config = run.teacher
+    raise_descriptor_limit()
     latencies = recorder_of(Role.TEACHER.value, run.telemetry)
     app = server.app(access_of(run, config.host), latencies)
     async with publishing(latencies, layout, run.telemetry.interval_s), asyncio.TaskGroup() as tasks:

@@ -13,6 +13,7 @@ answers them, and the process exits with 0. Engines other than the first remove 
 import asyncio
 import logging
 import random
+import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -66,11 +67,21 @@ class TinyServer(InferenceApp):
         while True:
             # Another process writes the file: there is no event to wait for.
             await asyncio.sleep(WATCH_S)
-            if not self.served.is_replaced():
+            try:
+                if not self.served.is_replaced():
+                    continue
+            except OSError as error:  # such as want of descriptors: the next look counts
+                if refrain.is_due(str(error), time.monotonic()):
+                    logger.warning("weights not looked for error=%s", error)
                 continue
             rows = self.served.limits.max_rows
             attach = partial(ServedPolicy.attach, layout, max_rows=rows, seed=seed, refrain=refrain)
-            fresh = await self.batcher.call(attach)
+            try:
+                fresh = await self.batcher.call(attach)
+            except OSError as error:
+                if refrain.is_due(str(error), time.monotonic()):
+                    logger.warning("weights not attached error=%s", error)
+                continue
             if fresh is not None:
                 old, self.served = self.served, fresh
                 await self.batcher.call(old.close)

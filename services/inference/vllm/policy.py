@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from transformers import AutoConfig
 
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.schemas.errors import SegmentGoneError, WeightsBusyError, WeightsMismatchError
 from rolloutmq.schemas.files import RunLayout
@@ -83,6 +84,7 @@ class SharedWeightsPolicy(VllmPolicy):
         self._share = share
         self._write: tuple[int, int] | None = None
         self._write_since = 0.0
+        self._throttle = LogThrottle()
 
     @classmethod
     async def begun(cls, layout: RunLayout, client: VllmClient, max_rows: int) -> Self | None:
@@ -131,7 +133,12 @@ class SharedWeightsPolicy(VllmPolicy):
         write = self._share.write_at_hand()
         if write != self._write:
             self._write, self._write_since = write, now
-        if not self._share.is_replaced():
+        try:
+            if not self._share.is_replaced():
+                return self
+        except OSError as error:  # such as want of descriptors: the next look counts
+            if self._throttle.is_due(str(error), now):
+                logger.warning("weights not looked for error=%s", error)
             return self
         # The model directory may be that of a new trainer: read it again.
         fresh = await self.begun(self._layout, client, self.limits.max_rows)

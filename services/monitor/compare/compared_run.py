@@ -206,7 +206,7 @@ def _sample(line: bytes) -> LatencySample | None:
         for name in ("t", "topic", "trimmed"):
             fields.pop(name, None)
         return msgspec.convert(fields, LatencySample)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
 
 

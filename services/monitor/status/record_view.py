@@ -81,5 +81,5 @@ def _last_at(path: Path) -> float:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             *_, last, _ = [b"", *file.read().split(b"\n")]
         return msgspec.json.decode(last, type=_Recorded).t if last else float("-inf")
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return float("-inf")

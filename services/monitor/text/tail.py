@@ -175,7 +175,7 @@ def _lines(path: Path, prefixes: tuple[str, ...]) -> Iterator[str]:
         return
     with record:
         for line in record:
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 if msgspec.json.decode(line, type=Recorded).topic.startswith(prefixes):
                     yield line.decode()
 

@@ -8,6 +8,8 @@ A process is WAITING for its (re)start, RUNNING, STOPPING down a ladder, ENDED, 
                          uptime between two of them. With Restart.NEVER the first crash is FATAL, as
                          is an exit code that the spec lists as hopeless. A spare process may be
                          killed (SIGKILL) any number of times: that alone never makes it FATAL.
+                         An observer crashes any number of times: from `crash_limit` crashes in a row
+                         on it is restarted once in `OBSERVER_PAUSE_S`.
     a kind               processes that run the same program, whose readiness is reported (`ready`).
                          Their uptime counts from READY, not from the start: a process that dies on
                          its way to READY, however slowly, is in a crash loop. Once one of them has
@@ -39,6 +41,8 @@ from rolloutmq.schemas.process import MISSED_FELLOW, ProcessSpec, Restart, Role,
 
 JITTER: Final = 0.25
 """Random part taken off a back-off, so that processes that died together restart apart."""
+OBSERVER_PAUSE_S: Final = 60.0
+"""Least time between two starts of an observer that crashes on and on."""
 UNKILLABLE_S: Final = 10.0
 """Time after SIGKILL at which a process still alive is given up."""
 
@@ -473,8 +477,11 @@ class SupervisorCore:
         slot.crashes = 0 if self._is_stable(slot, until) else slot.crashes + 1
         if slot.spec.spare and code == -signal.SIGKILL:
             slot.crashes = min(slot.crashes, backoff.crash_limit - 1)
+        pause_s = backoff.pause_s(slot.crashes, self._chance.random())
         if slot.spec.restart is Restart.NEVER:
             slot.doomed = slot.doomed or why
+        elif slot.spec.observer and slot.crashes >= backoff.crash_limit:
+            slot.crashes, pause_s = backoff.crash_limit, max(pause_s, OBSERVER_PAUSE_S)
         elif slot.crashes >= backoff.crash_limit:
             stable = f"{backoff.stable_s:g} s"
             when = f"before it was ready for {stable}" if slot.spec.kind else f"within {stable} of its start"
@@ -486,7 +493,7 @@ class SupervisorCore:
             return
         slot.ready_at = None
         self._enter(slot, Phase.WAITING, why, now)
-        slot.due = now + backoff.pause_s(slot.crashes, self._chance.random())
+        slot.due = now + pause_s
 
     def _is_stable(self, slot: _Slot, until: float) -> bool:
         """Return whether the present life was up, and ready if that is reported, for `stable_s` until this time."""

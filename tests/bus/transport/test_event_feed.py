@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import errno
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import pytest
 import zmq
 
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport import event_feed
 from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
 from rolloutmq.bus.transport.pubsub import Published
 from rolloutmq.schemas.files import Endpoints, RunLayout
@@ -87,3 +90,41 @@ def test_half_written_or_missing_address_is_no_address(run_dir: Path) -> None:
     layout.endpoints.write_text('{"ingest":')
 
     assert endpoints_of(layout) is None
+
+
+def refused(number: int) -> OSError:
+    return OSError(number, "refused")
+
+
+async def test_want_of_descriptors_costs_a_look_and_not_the_feed(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = RunLayout(run_dir)
+    looks = 0
+
+    def short(asked: RunLayout) -> Endpoints | None:
+        nonlocal looks
+        looks += 1
+        if looks <= 3:
+            raise refused(errno.EMFILE)
+        return endpoints_of(asked)
+
+    monkeypatch.setattr(event_feed, "endpoints_of", short)
+    address = f"ipc://{run_dir}/events"
+    say_where(layout, address)
+    async with publishing(address, b"step"), asyncio.timeout(30), EventFeed(layout, [b"step"]) as feed:
+        while await feed.next(0.05) is None:
+            pass
+    assert "broker not looked for" in caplog.text
+
+
+async def test_another_error_of_the_endpoints_is_raised(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(_: RunLayout) -> Endpoints | None:
+        raise refused(errno.EACCES)
+
+    monkeypatch.setattr(event_feed, "endpoints_of", denied)
+    async with EventFeed(RunLayout(run_dir), [b"step"]) as feed:
+        with pytest.raises(PermissionError):
+            await feed.next(0.05)

@@ -36,12 +36,12 @@ class Site:
 
 
 @contextlib.asynccontextmanager
-async def served() -> AsyncIterator[Site]:
+async def served(head_s: float = 60.0) -> AsyncIterator[Site]:
     site, app = Site(), web.Application()
     app.router.add_get("/slow", site.slow)
     async with (
         asyncio.timeout(DEADLINE_S),
-        serving(app, bound_socket("127.0.0.1", 0), LIMIT, HEADERS) as port,
+        serving(app, bound_socket("127.0.0.1", 0), LIMIT, HEADERS, head_s) as port,
     ):
         site.port = port
         try:
@@ -99,6 +99,16 @@ async def test_one_that_sends_nothing_is_idle() -> None:
             await ask(peer)
             assert await status(peer) == 404
         assert await is_closed(silent)
+
+
+async def test_headers_that_do_not_end_are_not_waited_for() -> None:
+    async with served(head_s=0.2) as site:
+        silent, half, second = [await site.connect() for _ in range(3)]
+        half[1].write(b"GET / HTTP/1.1\r\nHost: 127")
+        await ask(second)
+        assert await status(second) == 404
+        second[1].write(b"GET / HTTP/1.1\r\nHost: 127")
+        assert [await is_closed(peer) for peer in (silent, half, second)] == [True] * 3
 
 
 async def test_those_at_work_stay_and_a_further_one_is_closed() -> None:

@@ -1,6 +1,7 @@
 """The service publishes its samples, and what comes back as an event goes into its record."""
 
 import asyncio
+import errno
 import os
 import threading
 from pathlib import Path
@@ -11,14 +12,16 @@ from tests.services.telemetry.bus import OneGpu, forwarding, recorded
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
-from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.files import Endpoints, InferenceAddress, RunLayout
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.telemetry import EngineSample, GpuAbsence, HostSample, ProcessSample
 from rolloutmq.services.process.identity import identify
 from rolloutmq.services.process.runner import Stop
+from rolloutmq.services.telemetry import server
 from rolloutmq.services.telemetry.server import Sampler, Telemetry, processes_of, topic_of
 
 DEADLINE_S = 60.0
@@ -161,3 +164,31 @@ async def test_what_engines_say_is_passed_on_once(run_dir: Path) -> None:
 
 def test_absence_of_gpus_is_told_under_the_name_of_the_host() -> None:
     assert topic_of(GpuAbsence(host="h", number=1, at=0.0, why="none")) == b"telemetry.gpu.h"
+
+
+async def test_want_of_descriptors_costs_rounds_of_samples_and_not_the_service(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout, looks = RunLayout(run_dir), 0
+    real = endpoints_of
+
+    def short(asked: RunLayout) -> Endpoints | None:
+        nonlocal looks
+        looks += 1
+        if looks <= 4:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(asked)
+
+    monkeypatch.setattr(server, "endpoints_of", short)
+    stop = Stop()
+    config = RunConfig(telemetry=TelemetryConfig(interval_s=0.05))
+    service = asyncio.create_task(Telemetry(config, layout, OneGpu()).run(stop))
+    with forwarding(layout):
+        async with asyncio.timeout(DEADLINE_S):
+            while "host_sample" not in recorded(layout):
+                assert not service.done()
+                await asyncio.sleep(0.05)
+        stop.request("test")
+        await asyncio.wait_for(service, DEADLINE_S)
+    told = caplog.text.count("samples not taken")
+    assert 1 <= told <= 2, "each of the two tasks tells it once"

@@ -1,12 +1,14 @@
 """The endpoint: `GET /metrics` in the loop of telemetry.
 
 It is outside of the run's way: an endpoint that cannot listen is logged and tried again, and telemetry records on.
-However many clients ask, a page is made at most once in `PAGE_S`. A client that reads slowly holds one request of
-`CONNECTIONS`, and no other. Beyond `OPEN_LIMIT` connections the oldest idle one is closed.
+However many clients ask, a page is made at most once in `PAGE_S`. A connection is answered one request at a time:
+further ones wait. Of `CONNECTIONS` answers under way, the oldest that has lasted `STUCK_S` makes room for a new one:
+its client reads too slowly. Beyond `OPEN_LIMIT` connections the one that has been idle for the longest time is closed.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Final
 from aiohttp import web
 from prometheus_client.exposition import choose_encoder
 
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
 from rolloutmq.services.http_server.access import HttpAccess, access_of, split_token
@@ -29,7 +32,9 @@ PATH: Final = "/metrics"
 PAGE_S: Final = 0.5
 """Age up to which a page is sent again."""
 CONNECTIONS: Final = 32
-"""Requests that are answered at a time; further ones are told to come again."""
+"""Requests that are answered at a time; while all are younger than `STUCK_S`, further ones are told to come again."""
+STUCK_S: Final = 1.0
+"""Age from which an answer makes room for a new one."""
 OPEN_LIMIT: Final = 4 * CONNECTIONS
 """Most connections at a time, idle ones included."""
 HEADERS: Final = {
@@ -95,7 +100,11 @@ class Endpoint:
         self._pages = pages
         self._access = access
         self._send_s = send_s
-        self._in_hand = 0
+        self._in_hand: dict[int, tuple[web.BaseRequest, float]] = {}
+        """Requests that are being answered, by number, the oldest first, and the times at which they came."""
+        self._numbers = itertools.count()
+        self._throttle = LogThrottle()
+        self._cut = self._refused = 0
 
     def application(self) -> web.Application:
         """Return the application; one route dispatches all paths, so that each is checked for access."""
@@ -114,13 +123,37 @@ class Endpoint:
         if request.method not in {"GET", "HEAD"}:
             refused = f"method {request.method[:20]} not allowed; use GET\n"
             return web.Response(status=405, text=refused, headers={"Allow": "GET, HEAD"})
-        if self._in_hand >= CONNECTIONS:
+        now = asyncio.get_running_loop().time()
+        if not self._has_room(now):
             return web.Response(status=503, text="too many requests\n", headers={"Retry-After": "1"})
-        self._in_hand += 1
+        number = next(self._numbers)
+        self._in_hand[number] = request, now
         try:
             return await self._send(request)
         finally:
-            self._in_hand -= 1
+            self._in_hand.pop(number, None)
+
+    def _has_room(self, now: float) -> bool:
+        """Return whether a further request may be answered; end the oldest answer that is stuck, if need be."""
+        if len(self._in_hand) < CONNECTIONS:
+            return True
+        number, (oldest, since) = next(iter(self._in_hand.items()))
+        is_stuck = now - since >= STUCK_S
+        if is_stuck:
+            self._cut += 1
+            del self._in_hand[number]
+            if oldest.transport is not None:
+                oldest.transport.abort()
+        else:
+            self._refused += 1
+        if self._throttle.is_due("crowded", now):
+            logger.warning(
+                "metrics have slow or too many readers limit=%d cut=%d refused=%d",
+                CONNECTIONS,
+                self._cut,
+                self._refused,
+            )
+        return is_stuck
 
     async def _send(self, request: web.Request) -> web.StreamResponse:
         now = asyncio.get_running_loop().time()
@@ -130,7 +163,11 @@ class Endpoint:
             async with asyncio.timeout(self._send_s):
                 await response.prepare(request)
                 await response.write_eof()
-        except (TimeoutError, ConnectionError):  # it reads too slowly, or has gone
+        except (TimeoutError, ConnectionError) as error:  # it reads too slowly, or has gone
+            if isinstance(error, TimeoutError) and self._throttle.is_due(
+                "slow", asyncio.get_running_loop().time()
+            ):
+                logger.warning("metrics reader too slow, its connection is ended after_s=%g", self._send_s)
             if request.transport is not None:
                 request.transport.abort()
         return response

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from tests.services.gateway.site import Opened, Site, scored
 
+from rolloutmq.services.gateway import server
 from rolloutmq.services.gateway.web.protocol import AHEAD_REQUESTS, HEAD_BYTES
 
 SILENT_S = 0.3
@@ -52,6 +53,17 @@ async def test_whoever_says_nothing_is_not_waited_for(site: Opened) -> None:
         await slow.send(b"POST /scored_data HTTP/1.1\r\nHost: localhost\r\n")
         assert await silent.rest() == b""
         assert await slow.rest() == b""
+
+
+async def test_idle_connections_make_room(site: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "client_limit", lambda: 4)
+    async with site() as one, contextlib.AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(connected(one)) for _ in range(8)]
+        for line in silent[:3]:
+            assert await line.rest() == b""
+        fresh = await stack.enter_async_context(connected(one))
+        await fresh.send(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert b"HTTP/1.1 " in await fresh.rest()
 
 
 async def test_a_body_that_stops_is_told_and_ended(site: Opened) -> None:

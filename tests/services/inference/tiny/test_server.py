@@ -1,6 +1,7 @@
 """The server over HTTP, with the trainer's side in this process; and once as the process of a run."""
 
 import asyncio
+import errno
 import gc
 import json
 import os
@@ -468,6 +469,32 @@ async def test_the_weights_of_another_way_are_waited_out(of_backend: Trainer, ba
     changed = RunConfig.model_validate({"weights": {"backend": other}})
     trainer.layout.config.write_text(changed.model_dump_json())
     assert ServedPolicy.attach(trainer.layout, max_rows=4, seed=0) is None
+
+
+async def test_want_of_descriptors_costs_a_look_for_weights_and_not_the_engine(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, looks = Trainer(run_dir), 0
+    seen = asyncio.Event()
+
+    def short(_: ServedPolicy) -> bool:
+        nonlocal looks
+        looks += 1
+        if looks > 2:
+            seen.set()
+            return False
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(ServedPolicy, "is_replaced", short)
+    trainer.start()
+    try:
+        async with serving(trainer) as client, asyncio.timeout(DEADLINE_S):
+            await seen.wait()
+            assert await client.version() == {"incarnation": 0, "step": 0}
+    finally:
+        trainer.stop()
+    assert caplog.text.count("weights not looked for") == 1
+    caplog.clear()  # its error keeps the frames, and with them the weights
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -100,6 +100,15 @@ def test_of_an_ended_run_the_recorded_events_are_printed(
     assert [json.loads(line)["number"] for line in capsys.readouterr().out.splitlines()] == [1, 2]
 
 
+def test_a_line_nested_too_deep_is_left_out(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = RunLayout(run_dir)
+    ended(layout, ("step", 1))
+    whole = layout.metrics.read_text()
+    layout.metrics.write_text("[" * 100_000 + "\n" + '{"a":' * 100_000 + "\n" + whole)
+    assert tail(run_dir, "") == 0
+    assert [json.loads(line)["number"] for line in capsys.readouterr().out.splitlines()] == [1]
+
+
 def test_a_reader_that_leaves_ends_the_command_quietly(
     run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from rolloutmq.services.orchestrator.supervision.core import (
     FELLOW_S,
     JITTER,
     KILL_LADDER,
+    OBSERVER_PAUSE_S,
     UNKILLABLE_S,
     Backoff,
     EarlierLife,
@@ -153,6 +154,23 @@ def test_a_spare_process_may_be_killed_any_number_of_times(core: SupervisorCore)
         core.started("w", due)
     core.exited("w", 1, "exit code 1", core.views()["w"].since)
     assert phase(core) is Phase.FATAL, "its own fault counts"
+
+
+def test_an_observer_may_crash_any_number_of_times_at_growing_pauses(core: SupervisorCore) -> None:
+    running(core, observer=True)
+    pauses = []
+    for _ in range(20):
+        crashed_at = core.views()["w"].since
+        core.exited("w", 1, "exit code 1", crashed_at)
+        core.validate()
+        assert phase(core) is Phase.WAITING
+        due = core.due()
+        assert due is not None
+        pauses.append(due - crashed_at)
+        assert core.tick(due) == [StartProcess(spec(observer=True))]
+        core.started("w", due)
+    assert pauses[0] < pauses[2] < OBSERVER_PAUSE_S
+    assert pauses[-10:] == pytest.approx([OBSERVER_PAUSE_S] * 10)
 
 
 def test_an_end_that_nobody_can_explain_is_a_crash(core: SupervisorCore) -> None:

@@ -204,7 +204,10 @@ async def ask(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     return reader, writer
 
 
-async def test_clients_that_read_nothing_hold_their_own_connections_only() -> None:
+async def test_young_answers_stay_and_a_further_request_is_told_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "STUCK_S", 600.0)
     async with large(send_s=60.0) as (url, port):
         slow = [await ask(port) for _ in range(endpoint.CONNECTIONS)]
         for reader, _ in slow:
@@ -218,6 +221,22 @@ async def test_clients_that_read_nothing_hold_their_own_connections_only() -> No
             return (await get(url))[0] == 200
 
         await until(answered)
+
+
+async def test_slow_readers_that_ask_ahead_make_room_and_are_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(endpoint, "STUCK_S", 0.0)
+    async with large(send_s=60.0) as (url, port):
+        slow = [await ask(port) for _ in range(endpoint.CONNECTIONS + 18)]
+        for _, writer in slow:
+            writer.write(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n" * 10)
+        for reader, _ in slow[-endpoint.CONNECTIONS :]:
+            assert await asyncio.wait_for(reader.readline(), DEADLINE_S) == b"HTTP/1.1 200 OK\r\n"
+        assert (await get(url))[0] == 200
+        for _, writer in slow:
+            writer.transport.abort()
+    assert "metrics have slow or too many readers" in caplog.text
 
 
 async def test_a_client_that_takes_too_long_loses_its_connection() -> None:
