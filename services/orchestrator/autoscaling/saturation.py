@@ -84,8 +84,6 @@ STEADY: Final = 0.05
 """Relative difference from the baseline that is no change while the capacity is known."""
 CHANCE: Final = 4.0
 """Difference of two throughputs, in standard errors, that is a change."""
-UNLIKELY: Final = 1.3
-"""The same of slower or faster workers at the capacity, which are tested."""
 FOLLOWS: Final = 0.25
 """Weight of a new measurement in the baseline."""
 FOLLOWS_PER_S: Final = 0.0004
@@ -122,7 +120,9 @@ class SaturationDetector(msgspec.Struct, frozen=True):
     step: int = 1
     """Workers of the next probe; doubles each time they help."""
     usual: float = 0.0
-    """Throughput at the capacity before the probe."""
+    """Throughput at the capacity before the probe, or of the workers whose throughput began the search."""
+    searched: float = 0.0
+    """Size of the latter."""
     full: float = 0.0
     """Largest throughput that full servers surely had; 0 if unknown."""
     full_groups: float = 0.0
@@ -136,10 +136,14 @@ class SaturationDetector(msgspec.Struct, frozen=True):
     """Largest size that was not clearly slower."""
     top: float = 0.0
     """Throughput at that size."""
+    top_groups: float = math.inf
+    """Groups that told it."""
     usual_part: float = 1.0
     """The same relative to the size, as measured after the last clear growth: a little more is no measure."""
     made: float = 0.0
     """Throughput before scaling back to the capacity; 0 once the result is known."""
+    made_groups: float = math.inf
+    """Groups that told it."""
     above: float = 0.0
     """Size that made it; during a probe, the size before it."""
     tests_fewer: bool = False
@@ -398,7 +402,7 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         if self.tests_fewer:
             return self._fewer(new, seen, now)
         if self.made:
-            return self._verified(new, seen)
+            return self._verified(new, seen, now)
         if self.known:
             return self._probed(new, seen, uses, now)
         if self.capacity:
@@ -407,25 +411,29 @@ class SaturationDetector(msgspec.Struct, frozen=True):
 
     def _grown(self, new: "SaturationDetector", seen: Measurement, now: float) -> "SaturationDetector":
         """Judge workers whose capacity is unknown; they may be more than those proven."""
+        if seen.size > MORE * self.proven and not seen.shows(1.0 - self.proven / seen.size):
+            return self
         if seen.size > MORE * self.proven and seen.total < SLOWER * seen.size:
-            if seen.total < KEPT * self.top:
+            if seen.total < KEPT * self.top and seen.is_clear(1.0 - seen.total / self.top, self.top_groups):
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
                 return new._based(seen)
             if seen.is_enough:  # it seems that rollouts became longer
                 return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
             if not self.grown and seen.total < (1.0 + LIKE) * self.top:
                 # The servers were full before the first measurement already.
-                return replace(new._searching(self.proven, seen, now), is_full=True)
+                return replace(new._searching(self.proven, seen, now), is_full=self._is_slowed(seen))
             return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
         if self.longer >= LONGER and seen.size > MORE * self.proven:
+            if not seen.tells(1.0 - TESTED):
+                return self
             # If fewer make less, rollouts did become longer.
             based = replace(seen, size=seen.total)
             return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
-        return new._followed(seen, now - self.since)
+        return new._followed(self, seen, now - self.since)
 
     def _first(self, seen: Measurement, now: float) -> "SaturationDetector":
         """Take the first measurement of groups as proven, unless tokens tell that a smaller fleet was as fast."""
-        new = replace(self, proven=seen.total, top=seen.total, early={}, steady={})
+        new = replace(self, proven=seen.total, top=seen.total, top_groups=seen.groups, early={}, steady={})
         if seen.total < SLOWER * seen.size:
             return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
         is_suspect = any(self._is_suspect(env, pace) for env, pace in seen.paces.items())
@@ -442,10 +450,10 @@ class SaturationDetector(msgspec.Struct, frozen=True):
     ) -> "SaturationDetector":
         """Wait for the time of the next probe; follow workers that are far below the capacity."""
         if seen.size <= CLOSE * self.capacity:
-            return new._followed(seen, now - self.since)
+            return new._followed(self, seen, now - self.since)
         change = seen.total / min(seen.size, self.capacity / ROOM)
         if not SLOWER <= change <= 1.0 / SLOWER:
-            if not seen.is_sure and abs(change - 1.0) < UNLIKELY * seen.error:
+            if not seen.shows(change - 1.0, self.full_groups or math.inf):
                 return self
             if not self.doubted:
                 return replace(new, doubted=True)
@@ -487,9 +495,12 @@ class SaturationDetector(msgspec.Struct, frozen=True):
 
     def _sped_up(self, seen: Measurement, now: float) -> "SaturationDetector":
         """Let some more workers join those at the capacity, which became clearly faster."""
-        as_many = self.capacity * seen.total / seen.size
-        new = replace(self._based(seen), capacity=as_many, hold_s=FIRST_HOLD_S)
-        return replace(new, until=now, step=self._some(seen))
+        new = replace(self, full=0.0, doubted=False, hold_s=FIRST_HOLD_S, until=now, step=self._some(seen))
+        faster = seen.total / seen.size
+        if faster <= 1.0 or not seen.is_clear(faster - 1.0, self.top_groups):
+            return new  # the servers became faster, or chance: the pace of a worker that nothing slows stays
+        bests = {env: faster * best for env, best in self.bests.items()}
+        return replace(new, bests=bests, capacity=faster * self.capacity)
 
     def _some(self, seen: Measurement) -> int:
         """Return the workers of a large probe."""
@@ -508,14 +519,14 @@ class SaturationDetector(msgspec.Struct, frozen=True):
 
     def _searching(self, above: float, seen: Measurement, now: float) -> "SaturationDetector":
         """Search the capacity below workers of the size `above`. First, it must be sure that they make as much."""
-        least = seen.total * min(KEPT, (1.0 + above / seen.size) / 2.0)
-        new = replace(self, capacity=above, made=0.0, above=above, usual=least, until=now + FIRST_HOLD_S)
+        new = replace(self, capacity=above, made=0.0, above=above, usual=seen.total, searched=seen.size)
+        new = replace(new, made_groups=seen.groups, until=now + FIRST_HOLD_S)
         return replace(new, tests_fewer=True, is_search=True, doubted=False)
 
     def _fewer(self, new: "SaturationDetector", seen: Measurement, now: float) -> "SaturationDetector":
         """Judge a test with fewer workers: as long as they make as much, even fewer are tried."""
         if not self.made:
-            if seen.total < self.usual:
+            if seen.is_less(self.usual, min(self.above / self.searched, 2.0 * KEPT - 1.0), self.made_groups):
                 return new._unbound(seen)
             if not seen.tells(self._unit / self.above):
                 return self
@@ -586,16 +597,31 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step)
         return new._probing(seen, now)
 
-    def _verified(self, new: "SaturationDetector", seen: Measurement) -> "SaturationDetector":
+    def _is_slowed(self, seen: Measurement) -> bool:
+        """Return whether workers are slower than the baseline by more than chance."""
+        return seen.total < SLOWER * seen.size and seen.is_clear(
+            1.0 - seen.total / seen.size, self.top_groups
+        )
+
+    def _verified(self, new: "SaturationDetector", seen: Measurement, now: float) -> "SaturationDetector":
         """Compare the throughput at a capacity that was just found with that of more workers."""
         if seen.size < CLOSE * self.capacity:
             return new  # less is wanted now, which tells nothing
         part = seen.size / self.above
-        if seen.total < self.made * (1.0 + part) / 2.0:
+        if not seen.tells(1.0 - part):
+            return self
+        if seen.is_more(self.made, self.made_groups) or seen.is_less(self.made, part, self.made_groups):
             return new._unbound(seen)
         if not seen.is_sure:
             return self
-        new = replace(new, capacity=max(self.capacity, min(ROOM * self.made, self.above)), made=0.0)
+        capacity = max(self.capacity, min(ROOM * self.made, self.above))
+        if seen.total < SLOWER * seen.size:
+            if not self._is_slowed(seen):  # the baseline may be too high by chance: fewer will tell
+                return replace(new._based(seen)._testing(seen.total, seen.total, now), is_search=True)
+            capacity = ROOM * seen.total  # they are still too many
+        elif not seen.is_clear(1.0 - part, self.made_groups):  # they may all be needed, and more
+            return replace(new, made=0.0, until=now, step=self._some(seen))
+        new = replace(new, capacity=capacity, made=0.0)
         new = new._filled(seen, min(self.made, ROOM * seen.total))._balanced(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
             return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
@@ -624,10 +650,12 @@ class SaturationDetector(msgspec.Struct, frozen=True):
         """Take a measurement as the new baseline."""
         bests = {**self.bests, **seen.paces}
         new = replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total)
-        return replace(new, usual_part=1.0, doubted=False, full=0.0)
+        return replace(new, usual_part=1.0, doubted=False, full=0.0, top_groups=seen.groups)
 
-    def _followed(self, seen: Measurement, took_s: float) -> "SaturationDetector":
-        """Let the baseline follow workers that are not saturated.
+    def _followed(
+        self, before: "SaturationDetector", seen: Measurement, took_s: float
+    ) -> "SaturationDetector":
+        """Let the baseline follow workers that are not saturated; while it may be chance, measure on as `before`.
 
         More workers than before are no measure of a change of the rollouts; the same number, or fewer, are. Rollouts
         become longer slowly, and a server fills up at once: the baseline falls slowly.
@@ -638,10 +666,13 @@ class SaturationDetector(msgspec.Struct, frozen=True):
                 usual = min(1.0, seen.total / seen.size)
             grown = self.grown or seen.total > (1.0 + LIKE) * self.top
             new = replace(self, proven=seen.size, top=seen.total, usual_part=usual, doubted=False)
-            return replace(new, grown=grown)
+            return replace(new, grown=grown, top_groups=seen.groups)
         usual = self.usual_part if seen.size > CLOSE * self.proven else 1.0
         changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
-        clearly = any(abs(change - 1.0) > 1.0 - SLOWER for change in changes.values())
+        largest = max(abs(change - 1.0) for change in changes.values())
+        clearly = largest > 1.0 - SLOWER
+        if clearly and not seen.shows(largest, self.top_groups):
+            return before
         if clearly and not self.doubted:
             return replace(self, doubted=True)
         if self.capacity:  # what is left of a difference would move the number of workers at it to and fro
@@ -659,8 +690,8 @@ class SaturationDetector(msgspec.Struct, frozen=True):
     def _found(self, capacity: float, seen: Measurement, now: float) -> "SaturationDetector":
         new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False)
         made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
-        new = replace(new, made=made, above=seen.size, proven=min(self.proven, capacity))._filled(seen)
-        return replace(new, top=min(self.top, seen.total))._held(now)
+        new = replace(new, made=made, made_groups=seen.groups, above=seen.size)._filled(seen)
+        return replace(new, proven=min(self.proven, capacity), top=min(self.top, seen.total))._held(now)
 
 
 def _unlike(numbers: Sequence[int], shares: Sequence[float]) -> float:

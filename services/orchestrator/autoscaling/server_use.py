@@ -28,6 +28,10 @@ SURE_S: Final = 45.0
 """Groups and seconds that tell the effect of one more worker among many."""
 TELLS: Final = 5.0
 """Part of the workers that comes or goes, in standard errors of their throughput, which tells its effect."""
+CLEAR: Final = 2.0
+"""Difference of a throughput, in standard errors, that is not due to chance: 24 independent groups tell a doubling."""
+MORE: Final = 0.15
+"""Relative difference of two throughputs of a full server from which it is not the same server, or rollout."""
 EARLY_GROUPS, EARLY_S = 4.0, 10.0
 """Groups of fewer workers that raise this suspicion, and seconds that they span."""
 
@@ -140,10 +144,33 @@ class Measurement(msgspec.Struct, frozen=True):
         """Return its relative standard error."""
         return math.sqrt(self.dispersion / self.groups)
 
+    def is_clear(self, part: float, groups: float = math.inf) -> bool:
+        """Return whether such a relative difference from a throughput of so many groups is more than chance."""
+        return abs(part) >= CLEAR * math.hypot(self.error, math.sqrt(self.dispersion / groups))
+
+    def is_less(self, made: float, part: float, groups: float) -> bool:
+        """Return whether this part of the workers makes less than all of them `made`, as so many groups told.
+
+        Workers of a full server make as much, others that part of it.
+        """
+        is_below = self.total < made * (1.0 + part) / 2.0
+        return is_below and self.is_clear(1.0 - min(part, self.total / made), groups)
+
+    def is_more(self, made: float, groups: float) -> bool:
+        """Return whether fewer workers make more than all of them: rollouts became shorter, or the servers faster."""
+        change = self.total / made - 1.0
+        return change > MORE and self.is_clear(change, groups)
+
+    def shows(self, part: float, groups: float = math.inf) -> bool:
+        """Return whether it is precise enough to act on such a difference, or will hardly become more precise."""
+        return self.is_sure or self.is_clear(part, groups)
+
     def tells(self, part: float) -> bool:
         """Return whether it tells what the coming or going of this part of the workers does."""
+        if self.is_sure or part <= 0.0:
+            return self.is_sure
         groups = max(LEAST_GROUPS, self.dispersion * (TELLS / part) ** 2)
-        return self.is_sure or (self.took_s >= SURE_S and self.groups >= groups)
+        return self.took_s >= SURE_S and self.groups >= groups
 
 
 def telling_groups(uses: Sequence[ServerUse]) -> int:

@@ -239,7 +239,10 @@ class Lane:
             self._begun, self._kept = 0.0, 1.0
 
     def offer(self, now: float) -> float:
-        """Return the sequences its workers could begin in this step and have room for; count their waits for it."""
+        """Return the sequences its workers could begin in this step and have room for; count their waits for it.
+
+        Of groups it is the mean: `make` draws them at the pace of the server.
+        """
         site, crew = self.site, self.crew
         workers = crew.ready if site.rollout_s else crew.ready + crew.drainers
         if not workers or self._is_out(now):
@@ -249,15 +252,22 @@ class Lane:
             variance = site.noise**2 / (workers * DT_S)
             could *= self._chance.gammavariate(1.0 / variance, variance)
         room = max(0.0, self.room - self.level - self._begun)
-        if site.group_sequences:
-            drawn = float(site.group_sequences * _poisson(could / site.group_sequences, self._chance))
-            tried = max(drawn, could)  # without room, workers wait also while no group is due
-            could = drawn
-        else:
-            tried = could
-        if room < tried:
-            self.waited_s += crew.ready * DT_S * (1.0 - room / tried)
+        self._wait(room, could)
         return min(could, room)
+
+    def _wait(self, room: float, tried: float) -> None:
+        """Count the time that its workers wait in this step if they lack room for what they try to begin."""
+        if room < tried:
+            self.waited_s += self.crew.ready * DT_S * (1.0 - room / tried)
+
+    def _drawn(self, mean: float) -> float:
+        """Return the sequences of the groups that begin in this step: whole ones, at random times."""
+        size = self.site.group_sequences
+        drawn = float(size * _poisson(mean / size, self._chance))
+        room = max(0.0, self.room - self.level - self._begun)
+        if mean < room:  # else `offer` has counted the wait, also while no group is due
+            self._wait(room, drawn)
+        return min(drawn, room)
 
     def load(self, now: float, begun: float) -> float:
         """Return the sequences per second that would arrive if its running rollouts and those begun were not slowed."""
@@ -268,6 +278,8 @@ class Lane:
     def make(self, now: float, begun: float, pace: float = 1.0) -> None:
         """Begin these sequences, and let those arrive that are due; rollouts run at a pace of 0 to 1."""
         begun *= pace
+        if self.site.group_sequences:
+            begun = self._drawn(begun)
         if not self.site.rollout_s:
             self._arrive(begun, self._takes_s / pace)
             return

@@ -1,6 +1,7 @@
 """What a measurement of workers tells, by its groups, its time and how evenly the groups arrive."""
 
 import pytest
+from msgspec.structs import replace
 
 from rolloutmq.services.orchestrator.autoscaling.server_use import (
     GROUPS,
@@ -55,6 +56,41 @@ def test_a_large_part_of_the_workers_shows_in_fewer_groups() -> None:
     assert not measurement(100.0).tells(0.25)
     assert measurement(40.0, dispersion=0.1).tells(0.25)
     assert not measurement(LEAST_GROUPS - 1.0, dispersion=0.001).tells(0.25)
+
+
+@pytest.mark.parametrize("part", [0.0, -0.1])
+def test_workers_that_did_not_go_tell_nothing_before_the_measurement_is_sure(part: float) -> None:
+    assert not measurement(199.0).tells(part)
+    assert replace(measurement(199.0), is_sure=True).tells(part)
+
+
+def test_a_difference_is_clear_beyond_two_standard_errors_of_both_throughputs() -> None:
+    assert measurement(16.0).is_clear(0.5)
+    assert not measurement(16.0).is_clear(0.49)
+    assert not measurement(16.0).is_clear(0.5, groups=16.0)
+    assert measurement(16.0).is_clear(-0.71, groups=16.0)
+    assert measurement(16.0, dispersion=0.04).is_clear(0.1)
+
+
+def test_a_sure_measurement_shows_what_is_not_clear() -> None:
+    assert not measurement(16.0).shows(0.2)
+    assert replace(measurement(16.0), is_sure=True).shows(0.2)
+
+
+@pytest.mark.parametrize(
+    ("made", "groups", "is_less"), [(8.0, 100.0, True), (5.0, 100.0, False), (8.0, 8.0, False)]
+)
+def test_half_of_the_workers_make_less_if_they_make_about_half_and_chance_is_small(
+    made: float, groups: float, is_less: bool
+) -> None:
+    assert measurement(100.0).is_less(made, 0.5, groups) is is_less
+
+
+@pytest.mark.parametrize(
+    ("made", "groups", "is_more"), [(2.0, 100.0, True), (3.6, 1e9, False), (3.0, 8.0, False)]
+)
+def test_fewer_workers_make_more_only_beyond_chance(made: float, groups: float, is_more: bool) -> None:
+    assert measurement(100.0).is_more(made, groups) is is_more
 
 
 def test_it_takes_a_while_in_any_case() -> None:

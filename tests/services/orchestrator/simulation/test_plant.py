@@ -366,6 +366,24 @@ def test_groups_are_whole_and_come_at_random_times(rate: float) -> None:
     assert statistics.variance(groups) == pytest.approx(10 * rate / 8.0, rel=0.2), "as of a Poisson process"
 
 
+@pytest.mark.parametrize("rollout_s", [0.0, 10.0])
+@pytest.mark.parametrize("ready", [20, 80])
+def test_a_full_server_makes_whole_groups_up_to_its_capacity(ready: int, rollout_s: float) -> None:
+    """Twice and eight times the workers that fill it make as much."""
+    servers = {"engine": ServerSite(constant(10.0))}
+    shared = worker(ready=ready, rollout_s=rollout_s, group_sequences=16, server="engine")
+    plant, (lane,) = plant_of(shared, servers=servers, queue=10_000_000)
+    run(plant, 200)
+    made = [lane.made]
+    for _ in range(4000):
+        run(plant, 1)
+        made.append(lane.made)
+    groups = [(after - before) / 16.0 for before, after in pairwise(made)]
+    assert all(number == pytest.approx(round(number)) for number in groups)
+    assert (made[-1] - made[0]) / 4000 == pytest.approx(10.0, rel=0.06)
+    assert statistics.variance(groups) == pytest.approx(10.0 / 16.0, rel=0.2)
+
+
 def test_workers_without_room_wait_also_while_no_group_is_due() -> None:
     plant, (lane,) = plant_of(worker(ready=1, group_sequences=8), queue=64)
     run(plant, 1000)
