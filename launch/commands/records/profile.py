@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -198,7 +199,10 @@ def profile_json(found: Profile) -> dict[str, Any]:
                 "hop": key.hop.value,
                 "groups": one.count,
                 "mean_s": one.mean_s,
-                **{f"p{percent:g}_s": one.percentile_s(percent) for percent in PERCENTS},
+                **{
+                    f"p{percent:g}_s": one.percentile_s(percent, found.slowest[key].seconds or inf)
+                    for percent in PERCENTS
+                },
                 "slowest_s": found.slowest[key].seconds,
                 "slowest": found.slowest[key].group_id,
                 "clock_error_s": _clock_error_s(found, key),
@@ -271,7 +275,7 @@ def _table(found: Profile) -> Iterator[str]:
     for key, one in found.hops.items():
         slowest = found.slowest[key]
         rates = rates_of(found.sums[key]) if found.is_sampled else ""
-        times = durations_of(one, _clock_error_s(found, key)) + rates
+        times = durations_of(one, _clock_error_s(found, key), slowest.seconds) + rates
         row = f"{_row(key):<{width}}  {key.hop.value:<8}{one.count:>9,}{times}"
         yield f"{row}  {seconds(slowest.seconds)} {slowest.group_id}"
 

@@ -101,6 +101,23 @@ def hop(name: Hop, *durations_s: float, **given: Any) -> LatencyRow:
     return LatencyRow(hop=name, durations=durations, env="sort3", slowest_s=max(durations_s), **given)
 
 
+def test_no_percentile_exceeds_the_slowest(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bucket stands for its middle, which is above some of its durations."""
+    made = recorded(run_dir, "memory")
+    durations = [0.301 * 1.003**step for step in range(8)]
+    assert any(HistogramBuilder().add(one).percentile_s(99.9) > one for one in durations)
+    for number, one in enumerate(durations):
+        row = msgspec.structs.replace(hop(Hop.QUEUE, one), env=f"e{number}")
+        sampled(made, "broker", row)
+        sampled(made, f"w{number}", hop(Hop.CALL, one, engine=f"e{number}"))
+    assert profile(run_dir, as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)["hops"]
+    assert latencies(run_dir, By.ENGINE, as_json=True) == 0
+    rows += json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 2 * len(durations)
+    assert [one for one in rows if max(one["p50_s"], one["p99.9_s"]) > one["slowest_s"]] == []
+
+
 def test_without_a_journal_and_without_samples_there_are_no_hops(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
