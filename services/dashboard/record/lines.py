@@ -3,8 +3,9 @@
 A figure that is not finite is null in JSON.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -12,6 +13,14 @@ from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow
+from rolloutmq.services.monitor.profile.usage import KINDS as USAGE_KINDS
+from rolloutmq.services.monitor.profile.usage import UsageLine
+
+HEAD_BYTES: Final = 1024
+"""Beginning of a line that has its time, topic and kind."""
+DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of a line that does not decode."""
+_KIND: Final = re.compile(rb'"kind": ?"([a-z_]{1,40})"')
 
 Number = float | None
 
@@ -149,3 +158,25 @@ LINES: Final[Mapping[str, type[Any]]] = {
     "health_finding": FindingLine,
 }
 """Type of the lines of each kind that series and decisions are made of."""
+
+
+class DecodedLine(NamedTuple):
+    """A line of the record.
+
+    Attributes:
+        kind: Its kind; empty if it names none.
+        event: Its fields, of the type that `LINES` has for the kind.
+        usage: Its fields as far as they tell of the use of time, if it does.
+    """
+
+    kind: str
+    event: Any
+    usage: UsageLine | None
+
+
+def decoded(line: bytes) -> DecodedLine:
+    """Return a line of the record; raises one of `DAMAGE` if it does not decode."""
+    found = _KIND.search(line, 0, HEAD_BYTES)
+    kind = found[1].decode() if found else ""
+    usage = msgspec.json.decode(line, type=UsageLine) if kind in USAGE_KINDS else None
+    return DecodedLine(kind, msgspec.json.decode(line, type=LINES.get(kind, Line)), usage)

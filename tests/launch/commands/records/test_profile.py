@@ -242,6 +242,20 @@ def test_damage_of_the_records_is_told_and_the_rest_counts(
     assert "1 line of metrics.jsonl, damaged" in json.loads(capsys.readouterr().out)["not_read"]
 
 
+def test_every_view_counts_the_same_damaged_lines(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = recorded(run_dir)
+    trained(made)
+    sampled(made, "w", hop(Hop.CALL, 1.0, engine="a"))
+    with made.layout.metrics.open("ab") as record:
+        record.write(
+            b'{"t":1.0,"kind":"latency_sample","rows":7}\n{"t":1.0,"kind":"step_done","step":"x"}\n{"t":1\n'
+        )
+    assert profile(run_dir, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["not_read"] == ["3 lines of metrics.jsonl, damaged"]
+    assert latencies(run_dir, By.ENGINE, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["not_read"] == ["3 lines of metrics.jsonl, damaged"]
+
+
 def test_a_gap_in_the_journal_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = recorded(run_dir)
     trained(made)
