@@ -5,9 +5,10 @@ A figure that is not finite is null in JSON.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -23,6 +24,8 @@ DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _KIND: Final = re.compile(rb'"kind": ?"([a-z_]{1,40})"')
 
 Number = float | None
+Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+"""A number that a series can hold."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -36,13 +39,13 @@ class LaneLine(msgspec.Struct, frozen=True):
     """One lane of a pressure."""
 
     env: str
-    producers: int = 0
+    producers: Whole = 0
 
 
 class PressureLine(Line, frozen=True):
     """State of the broker, without the single workers. Sums of seconds grow since the start of the broker, `epoch`."""
 
-    epoch: int = 0
+    epoch: Whole = 0
     rollout_pressure: Number = None
     queued_sequences: Number = None
     produced_per_s: Number = None
@@ -50,7 +53,7 @@ class PressureLine(Line, frozen=True):
     starved_s: float = 0.0
     trainer_waits_s: dict[str, float] = {}
     producer_waits_s: dict[str, float] = {}
-    worker_states: dict[str, int] = {}
+    worker_states: dict[str, Whole] = {}
     lanes: tuple[LaneLine, ...] = ()
 
     @property
@@ -71,8 +74,8 @@ class ScoresLine(msgspec.Struct, frozen=True):
 class StepLine(Line, frozen=True):
     """A step, as the trainer or the broker reported it, or a batch that was none."""
 
-    incarnation: int = 0
-    step: int = 0
+    incarnation: Whole = 0
+    step: Whole = 0
     stepped: bool = True
     reward: Number = None
     tokens: float = 0.0
@@ -86,8 +89,8 @@ class DecisionLine(Line, frozen=True):
     """Decision about the workers of an environment, or about the engines."""
 
     env: str = "inference"
-    current: int = 0
-    target: int = 0
+    current: Whole = 0
+    target: Whole = 0
     reason: str = ""
 
 
@@ -107,7 +110,7 @@ class LatencyLine(Line, frozen=True):
     since_s: float = 0.0
     gpus: tuple[str, ...] = ()
     rows: tuple[LatencyRow, ...] = ()
-    dropped_rows: int = 0
+    dropped_rows: Whole = 0
 
     @property
     def counted(self) -> Sequence[LatencyRow]:

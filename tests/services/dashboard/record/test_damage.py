@@ -21,6 +21,7 @@ from rolloutmq.services.dashboard.record.run_record import RunRecord
         (b'{"kind":"latency_sample"}', 1),
         (b'{"t":1.0,"kind": "latency_sample","rows":7}', 1),
         (b'{"t":1.0,"kind":"step_done","step":"x"}', 1),
+        (b'{"t":1.0,"kind":"step_done","step":1' + b"0" * 400 + b"}", 1),
         (b'{"t":1.0,"kind":"engine_sample","busy":"x"}', 1),
         (b'{"t":1.0,"topic":"' + b"x" * LINE_LIMIT_BYTES + b'"}', 1),
     ],
