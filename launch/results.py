@@ -237,9 +237,13 @@ class BrokerRecords(NamedTuple):
 def unread(found: Survey) -> Iterable[str]:
     """Yield a line for each file with damage."""
     for name, count in found.unreadable_lines.items():
-        yield f"not read: {count:,} line{'s' * (count != 1)} of {name}, damaged; their groups are missing above"
+        yield f"not read: {_damaged_lines(name, count)}; their groups are missing above"
     for damage in found.journal_damage:
         yield f"not read: {damage}"
+
+
+def _damaged_lines(name: str, count: int) -> str:
+    return f"{count:,} line{'s' * (count != 1)} of {name}, damaged"
 
 
 def _journaled(history: JournalHistory, wanted: Collection[str]) -> Iterable[tuple[str, Produced]]:
@@ -332,7 +336,7 @@ def print_report(config: RunConfig, layout: RunLayout, *, as_json: bool, picture
         picture: File to draw the picture to (.png), if any.
 
     Raises:
-        DamagedFileError: A log is damaged. The comparison is printed nevertheless, and names the damage.
+        DamagedFileError: A log that names groups is damaged. The comparison is printed nevertheless, and names it.
         MissingError: A picture is wanted, and matplotlib is not installed.
     """
     records = _read(layout, is_ours=config.trainer.enabled)
@@ -361,7 +365,7 @@ def summary_now(config: RunConfig, layout: RunLayout) -> dict[str, Any]:
     Blocks on the disk.
 
     Raises:
-        DamagedFileError: A log of a run without a recorded summary is damaged.
+        DamagedFileError: A log that names groups, of a run without a recorded summary is damaged.
     """
     reason, wall_s = _end(layout)
     recorded = _recorded_summary(layout)
@@ -447,6 +451,8 @@ def _lines(
         yield f"{'' if number else 'health':<11}{name}"
     yield f"bias       {verdict_line(found.bias)}"
     yield f"workers    {summary['workers_min']} to {summary['workers_max']}"
+    if count := summary.get("metrics_lines_damaged"):
+        yield f"not read   {_damaged_lines(layout.metrics.name, count)}"
     if summary["ended"] != UNENDED and layout.summary.exists():
         yield f"summary    {layout.summary}"
     if picture is not None:

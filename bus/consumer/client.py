@@ -323,7 +323,8 @@ class Consumer:
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
             LeaseLostError: The step went back to the queue; its work is void.
-            UsageError: `version` is no `PolicyVersion`.
+            UsageError: `version` is no `PolicyVersion`, or a list has what the wire cannot carry, such as a reason of
+                more than 512 characters or with a lone surrogate.
             RefusedError: The lists do not match the batch, or `version` is more than one step after it.
             ConsumerFencedError: Another process registered under the name of this consumer.
             ClosedError: The consumer is closed.
@@ -350,6 +351,7 @@ class Consumer:
             filtered=out,
             rejected=bad,
         )
+        require_encodable(message)
         if self._pulls_ahead:
             self._ahead.begin(version.step + 1, version)
         try:

@@ -18,6 +18,7 @@ from typing import Any, Final, SupportsFloat, SupportsIndex
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.schemas.errors import RolloutMQError, UsageError
+from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.requests import LOGGED_LIMIT, LogFigures
 from rolloutmq.schemas.wire.training import FIGURES_LIMIT, StepFigures
@@ -73,8 +74,8 @@ def _step(step: SupportsIndex) -> int:
 def _name(name: str) -> str:
     if not NAME.fullmatch(name):
         raise UsageError(
-            f"log.{name[:80]}: must be a name of at most 64 letters, digits, `_`, `.`, `/` and `-`, and not begin with "
-            "a digit; rename the figure"
+            f"log.{printable(name[:80])}: must be a name of at most 64 letters, digits, `_`, `.`, `/` and `-`, and not "
+            "begin with a digit; rename the figure"
         )
     return name
 

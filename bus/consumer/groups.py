@@ -36,6 +36,7 @@ from rolloutmq.bus.transport.endpoint import Where
 from rolloutmq.bus.transport.time_limit import time_limit, within
 from rolloutmq.schemas.errors import EndOfReplayError, UsageError
 from rolloutmq.schemas.group import Group
+from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Delivery, Rejected, RunInfo, Settled, Wait
 from rolloutmq.schemas.wire.requests import (
@@ -342,7 +343,7 @@ class GroupConsumer:
         Raises:
             WaitTimeoutError: There is no answer after `timeout_s`.
             UsageError: A group is not held: `get` has not returned it, or it is settled. Or `version` is no
-                `PolicyVersion`.
+                `PolicyVersion`, or a reason has more than 512 characters or a lone surrogate.
             RefusedError: A group is named twice, or `version` is behind the last settlement.
             ConsumerFencedError: Another process registered under the name of this consumer.
             ClosedError: The consumer is closed.
@@ -351,10 +352,13 @@ class GroupConsumer:
         limit_s = time_limit("timeout_s", timeout_s)
         version = given_version("settle.version", version)
         used, unused, bad = _ids(trained), _ids(filtered), tuple(rejected)
+        for one in bad:
+            require_encodable(one)
         for group_id in (*used, *unused, *(one.group_id for one in bad)):
             if group_id not in self._held:
+                shown = printable(group_id[:80])
                 raise UsageError(
-                    f"group {group_id}: is not held by this consumer; settle each group once, after `get`"
+                    f"group {shown}: is not held by this consumer; settle each group once, after `get`"
                 )
         work = self._settle(used, unused, bad, version, steps=bool(used))
         reply = await within(limit_s, "settle", work, lambda: self._link.problem)

@@ -6,6 +6,7 @@ is not the server's. Words of a page come after `--` and are never options.
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,12 +16,14 @@ import msgspec
 from msgspec import Meta
 
 from rolloutmq.schemas.errors import UsageError
+from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.process import python_command
 
 PATIENCE_S: Final = 30.0
 """Longest time of an action; the commands wait for a confirmation for ten seconds."""
 OUTPUT_LIMIT_BYTES: Final = 1 << 16
 LINES_LIMIT: Final = 200
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 COMMAND_LINE: Final = "rolloutmq.launch.cli"
 
 Text = Annotated[str, Meta(min_length=1, max_length=512)]
@@ -128,10 +131,25 @@ def words_of(name: str, body: bytes) -> list[str]:
         asked: Body = msgspec.json.decode(body, type=ACTIONS[name])
         words = asked.words()
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UsageError(f"{name}: {error}") from None
+        raise UsageError(f"{name}: {_unencodable(body) or error}") from None
     if any("\0" in word for word in words):
         raise UsageError(f"{name}: a text must have no NUL character")
     return words
+
+
+def _unencodable(body: bytes) -> str:
+    """Return which key of a body has a lone surrogate: a decoder says only that its text is cut off."""
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    for key, value in asked.items() if isinstance(asked, dict) else ():
+        parts = value if isinstance(value, list) else (value,)
+        parts = (*value, *value.values()) if isinstance(value, dict) else parts
+        for text in (key, *parts):
+            if isinstance(text, str) and _SURROGATE.search(text):
+                return f"{printable(key[:40])}: must be text that UTF-8 can encode (got {text[:40]!a})"
+    return ""
 
 
 def command_of(root: Path, words: list[str]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ Every reply has the headers of `SECURITY`. A request must name this server, no f
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Final
 from urllib.parse import unquote
 
@@ -279,31 +279,31 @@ class DashboardApp:
             )
         async with self.watch.viewed():
             found = self.watch.record.latency_parts.page(
-                By(by), query.get("filter", "")[:200], _number(query.get("limit"), 50)
+                By(by), query.get("filter", "")[:200], _number(query, "limit", 50)
             )
             return _json(encoded_json(found))
 
     async def _workers(self, request: web.Request) -> Reply:
         query = request.query
         sort, order = query.get("sort", "worker"), query.get("order", "asc")
-        if sort not in SORTS or order not in {"asc", "desc"}:
-            raise _RefusalError(
-                400, "bad_request", f"sort: must be one of {', '.join(SORTS)}; order: asc or desc"
-            )
+        if sort not in SORTS:
+            raise UsageError(f"sort: must be one of {', '.join(SORTS)} (got {sort[:40]!r})")
+        if order not in {"asc", "desc"}:
+            raise UsageError(f"order: must be asc or desc (got {order[:40]!r})")
         async with self.watch.viewed():
             found = page_of(
                 self.watch.crew,
                 sort=sort,
                 descending=order == "desc",
                 wanted=query.get("filter", "")[:200],
-                offset=_number(query.get("offset"), 0),
-                limit=_number(query.get("limit"), 100),
+                offset=_number(query, "offset", 0),
+                limit=_number(query, "limit", 100),
             )
             return _json(encoded_json({"version": self.watch.crew_version, **found}))
 
     async def _dead_list(self, request: web.Request) -> Reply:
         self._require_directory()
-        offset, limit = _number(request.query.get("offset"), 0), _number(request.query.get("limit"), 100)
+        offset, limit = _number(request.query, "offset", 0), _number(request.query, "limit", 100)
         async with self._one_letter:
             found = await asyncio.to_thread(self._dead.page, offset, limit)
         return _json(encoded_json(found))
@@ -312,8 +312,8 @@ class DashboardApp:
         self._require_directory()
         group_id = unquote(request.rel_url.raw_path.removeprefix("/api/dead/"))
         query = request.query
-        order = _number(query["order"], 0) if "order" in query else None
-        sequence, limit = _number(query.get("sequence"), 0), _number(query.get("limit"), 4)
+        order = _number(query, "order", 0) if "order" in query else None
+        sequence, limit = _number(query, "sequence", 0), _number(query, "limit", 4)
         async with self.watch.viewed(), self._one_letter:
             found = await asyncio.to_thread(
                 self._dead.show, group_id, order, self.watch.config, sequence, limit
@@ -384,9 +384,10 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) <= 18
 
 
-def _number(text: str | None, without: int) -> int:
+def _number(query: Mapping[str, str], key: str, without: int) -> int:
+    text = query.get(key)
     if text is None:
         return without
     if not _is_number(text):
-        raise UsageError(f"offset, limit, order, sequence: must be a number (got {text[:40]!r})")
+        raise UsageError(f"{key}: must be a number of at most 18 digits (got {text[:40]!r})")
     return int(text)

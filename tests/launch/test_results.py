@@ -209,6 +209,17 @@ def test_damaged_line_costs_the_summary_but_not_the_comparison(layout: RunLayout
     assert fields["bias"]["unreadable_lines"] == {"sort3-0.jsonl": 1}
 
 
+def test_damaged_lines_of_the_metrics_cost_neither_summary_nor_exit_code(layout: RunLayout) -> None:
+    layout.metrics.write_bytes(b'{"t": 1.0, "kind": "pre\n{"t": 2.0}\n\xff\n{"t": 5.5}\n')
+    told = report(layout)
+    assert (told.returncode, told.stderr) == (0, "")
+    assert "groups     400 accepted: 320 trained" in told.stdout
+    assert "\nnot read   2 lines of metrics.jsonl, damaged\n" in told.stdout
+    assert summary_of(layout)["metrics_lines_damaged"] == 2
+    layout.metrics.unlink()
+    assert "not read" not in report(layout).stdout
+
+
 def test_counts_of_a_trainer_of_ones_own_are_those_of_the_ledger(run_dir: Path) -> None:
     made = Handmade(run_dir)
     leases = made.lease([1, 2]), made.lease([3], step=2)

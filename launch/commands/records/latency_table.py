@@ -4,6 +4,7 @@ A duration below the error between the clocks of two hosts is not known: it is s
 """
 
 from collections.abc import Iterator
+from math import inf
 from typing import Any, Final
 
 from rolloutmq.schemas.statistics.histogram import Histogram
@@ -29,7 +30,7 @@ def sums_json(sums: Sums, by: By) -> dict[str, Any]:
                 "status": key.status,
                 "count": one.durations.count,
                 "mean_s": one.durations.mean_s,
-                **{f"p{percent:g}_s": one.durations.percentile_s(percent) for percent in PERCENTS},
+                **{f"p{percent:g}_s": one.percentile_s(percent) for percent in PERCENTS},
                 "slowest_s": one.slowest_s,
                 "slowest": one.slowest_id,
                 "per_s": one.per_s,
@@ -48,7 +49,7 @@ def sums_lines(sums: Sums, by: By) -> Iterator[str]:
     width = max(len(by.value), *(len(_label(key)) for key in sums.rows))
     yield f"{by.value:<{width}}  {'hop':<13}{'count':>9}{'mean':>9}{percent_heads()}{RATE_HEADS}  slowest"
     for key, one in sums.rows.items():
-        times = durations_of(one.durations, one.clock_error_s) + rates_of(one)
+        times = durations_of(one.durations, one.clock_error_s, one.slowest_s) + rates_of(one)
         row = f"{_label(key):<{width}}  {_hop(key):<13}{one.durations.count:>9,}{times}"
         yield f"{row}  {seconds(one.slowest_s)} {one.slowest_id}".rstrip()
     if sums.dropped:
@@ -60,9 +61,9 @@ def percent_heads() -> str:
     return "".join(f"{f'p{percent:g}':>9}" for percent in PERCENTS)
 
 
-def durations_of(one: Histogram, clock_error_s: float) -> str:
-    """Return the mean and the percentiles of a row, each nine characters or more."""
-    values = (one.mean_s, *map(one.percentile_s, PERCENTS))
+def durations_of(one: Histogram, clock_error_s: float, slowest_s: float) -> str:
+    """Return the mean and the percentiles of a row, each nine characters or more; `slowest_s` is 0 if not known."""
+    values = (one.mean_s, *(one.percentile_s(percent, slowest_s or inf) for percent in PERCENTS))
     return "".join(f" {_known(value, clock_error_s):>8}" for value in values)
 
 

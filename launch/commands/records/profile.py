@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -33,6 +34,7 @@ from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.inspect.history import JournalHistory
 from rolloutmq.services.broker.journal.inspect.hops import HopFollower, HopKey, Slowest, merged
 from rolloutmq.services.broker.journal.read.versions import require_own_records
+from rolloutmq.services.dashboard.record.damage import damaged_lines
 from rolloutmq.services.monitor.profile.advice import Advice, advice
 from rolloutmq.services.monitor.profile.latencies import By, LatencyLine, Sum, sum_latencies
 from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, part_of_run, read_usage
@@ -98,9 +100,8 @@ def profiled(run_dir: Path) -> Profile:
     """
     layout = RunLayout(run_dir)
     require_own_records(layout)
-    damaged: Counter[str] = Counter()
-    usage = read_usage(read_whole_lines(layout.metrics, UsageLine, damaged), slots_of(layout))
-    unread = [_damaged_lines(name, count) for name, count in damaged.items()]
+    usage = read_usage(read_whole_lines(layout.metrics, UsageLine, Counter()), slots_of(layout))
+    unread = _damage_of(layout)
     config, _ = read_run(run_dir)
     recorded = config.broker.durability is not Durability.MEMORY
     follower = HopFollower()
@@ -111,7 +112,7 @@ def profiled(run_dir: Path) -> Profile:
         unread += history.damage
     sums = {
         HopKey(key.label, key.hop, key.split): one
-        for key, one in sum_latencies(_samples(layout, Counter()), By.ENV).rows.items()
+        for key, one in sum_latencies(_samples(layout), By.ENV).rows.items()
     }
     hops, slowest = follower.histograms(), follower.slowest()
     for key, one in sums.items():
@@ -123,9 +124,9 @@ def profiled(run_dir: Path) -> Profile:
     )
 
 
-def _samples(layout: RunLayout, damaged: Counter[str]) -> Iterator[LatencyLine]:
+def _samples(layout: RunLayout) -> Iterator[LatencyLine]:
     """Yield the latency samples of the record."""
-    return read_whole_lines(layout.metrics, LatencyLine, damaged, SAMPLE)
+    return read_whole_lines(layout.metrics, LatencyLine, Counter(), SAMPLE)
 
 
 def latencies(run_dir: Path, by: By, *, as_json: bool) -> int:
@@ -133,9 +134,9 @@ def latencies(run_dir: Path, by: By, *, as_json: bool) -> int:
 
     FAILED if no sample of them was recorded.
     """
-    damaged: Counter[str] = Counter()
-    sums = sum_latencies(_samples(RunLayout(run_dir), damaged), by)
-    unread = [f"not read: {_damaged_lines(name, count)}" for name, count in damaged.items()]
+    layout = RunLayout(run_dir)
+    sums = sum_latencies(_samples(layout), by)
+    unread = [f"not read: {what}" for what in _damage_of(layout)]
     if not sums.rows:
         nothing = f"{run_dir}: no latency by {by} was recorded: {NOTHING[by]}"
         return complain("\n".join((nothing, *unread)), FAILED)
@@ -149,8 +150,10 @@ def latencies(run_dir: Path, by: By, *, as_json: bool) -> int:
     return 0
 
 
-def _damaged_lines(name: str, count: int) -> str:
-    return f"{count:,} line{'s' * (count != 1)} of {name}, damaged"
+def _damage_of(layout: RunLayout) -> list[str]:
+    """Return a line about the damaged lines of the record, if there are any: the page counts the same."""
+    count = damaged_lines(layout.metrics)
+    return [f"{count:,} line{'s' * (count != 1)} of {layout.metrics.name}, damaged"] if count else []
 
 
 def profile(run_dir: Path, *, as_json: bool) -> int:
@@ -198,7 +201,10 @@ def profile_json(found: Profile) -> dict[str, Any]:
                 "hop": key.hop.value,
                 "groups": one.count,
                 "mean_s": one.mean_s,
-                **{f"p{percent:g}_s": one.percentile_s(percent) for percent in PERCENTS},
+                **{
+                    f"p{percent:g}_s": one.percentile_s(percent, found.slowest[key].seconds or inf)
+                    for percent in PERCENTS
+                },
                 "slowest_s": found.slowest[key].seconds,
                 "slowest": found.slowest[key].group_id,
                 "clock_error_s": _clock_error_s(found, key),
@@ -271,7 +277,7 @@ def _table(found: Profile) -> Iterator[str]:
     for key, one in found.hops.items():
         slowest = found.slowest[key]
         rates = rates_of(found.sums[key]) if found.is_sampled else ""
-        times = durations_of(one, _clock_error_s(found, key)) + rates
+        times = durations_of(one, _clock_error_s(found, key), slowest.seconds) + rates
         row = f"{_row(key):<{width}}  {key.hop.value:<8}{one.count:>9,}{times}"
         yield f"{row}  {seconds(slowest.seconds)} {slowest.group_id}"
 

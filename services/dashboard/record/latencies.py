@@ -5,6 +5,7 @@ engine, route and status class.
 """
 
 from collections.abc import Iterable
+from math import inf
 from typing import Any, Final, NamedTuple
 
 from rolloutmq.schemas.statistics.histogram import Histogram, HistogramBuilder
@@ -107,9 +108,9 @@ def _fields(key: Key, row: _Row, window_s: float, span_s: float) -> dict[str, An
         **key._asdict(),
         "count": whole.count,
         "mean_s": _short(whole.mean_s),
-        **_percentiles(whole, ""),
+        **_percentiles(whole, "", row.slowest_s),
         "recent_count": lately.count,
-        **_percentiles(lately, "recent_"),
+        **_percentiles(lately, "recent_", row.slowest_s),
         "per_s": _short((lately.count / window_s) if lately.count else whole.count / span_s),
         "tokens_per_s": _short((recent_tokens / window_s) if lately.count else row.whole.tokens / span_s),
         "slowest_s": _short(row.slowest_s),
@@ -118,11 +119,11 @@ def _fields(key: Key, row: _Row, window_s: float, span_s: float) -> dict[str, An
     }
 
 
-def _percentiles(durations: Histogram, prefix: str) -> dict[str, float | None]:
+def _percentiles(durations: Histogram, prefix: str, slowest_s: float) -> dict[str, float | None]:
     names = {"p50_s": 50.0, "p95_s": 95.0, "p99_s": 99.0, "p999_s": 99.9}
     is_known = bool(durations.counts)
     return {
-        prefix + name: _short(durations.percentile_s(percent)) if is_known else None
+        prefix + name: _short(durations.percentile_s(percent, slowest_s or inf)) if is_known else None
         for name, percent in names.items()
     }
 

@@ -62,7 +62,7 @@ def _fields(key: SumKey, one: Sum) -> dict[str, Any]:
         "split": key.split.name.lower(),
         "status": key.status,
         "count": one.durations.count,
-        **{name: _short(one.durations.percentile_s(percent)) for name, percent in _PERCENTILES.items()},
+        **{name: _short(one.percentile_s(percent)) for name, percent in _PERCENTILES.items()},
         "per_s": _short(one.per_s),
         "tokens_per_s": _short(one.tokens_per_s),
         "slowest_s": _short(one.slowest_s),

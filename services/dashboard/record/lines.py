@@ -3,17 +3,29 @@
 A figure that is not finite is null in JSON.
 """
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
+from msgspec import Meta
 
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.evaluation import EnvironmentScores
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow
+from rolloutmq.services.monitor.profile.usage import KINDS as USAGE_KINDS
+from rolloutmq.services.monitor.profile.usage import UsageLine
+
+HEAD_BYTES: Final = 1024
+"""Beginning of a line that has its time, topic and kind."""
+DAMAGE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""Errors of a line that does not decode."""
+_KIND: Final = re.compile(rb'"kind": ?"([a-z_]{1,40})"')
 
 Number = float | None
+Whole = Annotated[int, Meta(ge=-(1 << 62), le=1 << 62)]
+"""A number that a series can hold."""
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -27,13 +39,13 @@ class LaneLine(msgspec.Struct, frozen=True):
     """One lane of a pressure."""
 
     env: str
-    producers: int = 0
+    producers: Whole = 0
 
 
 class PressureLine(Line, frozen=True):
     """State of the broker, without the single workers. Sums of seconds grow since the start of the broker, `epoch`."""
 
-    epoch: int = 0
+    epoch: Whole = 0
     rollout_pressure: Number = None
     queued_sequences: Number = None
     produced_per_s: Number = None
@@ -41,7 +53,7 @@ class PressureLine(Line, frozen=True):
     starved_s: float = 0.0
     trainer_waits_s: dict[str, float] = {}
     producer_waits_s: dict[str, float] = {}
-    worker_states: dict[str, int] = {}
+    worker_states: dict[str, Whole] = {}
     lanes: tuple[LaneLine, ...] = ()
 
     @property
@@ -62,8 +74,8 @@ class ScoresLine(msgspec.Struct, frozen=True):
 class StepLine(Line, frozen=True):
     """A step, as the trainer or the broker reported it, or a batch that was none."""
 
-    incarnation: int = 0
-    step: int = 0
+    incarnation: Whole = 0
+    step: Whole = 0
     stepped: bool = True
     reward: Number = None
     tokens: float = 0.0
@@ -77,8 +89,8 @@ class DecisionLine(Line, frozen=True):
     """Decision about the workers of an environment, or about the engines."""
 
     env: str = "inference"
-    current: int = 0
-    target: int = 0
+    current: Whole = 0
+    target: Whole = 0
     reason: str = ""
 
 
@@ -98,7 +110,7 @@ class LatencyLine(Line, frozen=True):
     since_s: float = 0.0
     gpus: tuple[str, ...] = ()
     rows: tuple[LatencyRow, ...] = ()
-    dropped_rows: int = 0
+    dropped_rows: Whole = 0
 
     @property
     def counted(self) -> Sequence[LatencyRow]:
@@ -149,3 +161,25 @@ LINES: Final[Mapping[str, type[Any]]] = {
     "health_finding": FindingLine,
 }
 """Type of the lines of each kind that series and decisions are made of."""
+
+
+class DecodedLine(NamedTuple):
+    """A line of the record.
+
+    Attributes:
+        kind: Its kind; empty if it names none.
+        event: Its fields, of the type that `LINES` has for the kind.
+        usage: Its fields as far as they tell of the use of time, if it does.
+    """
+
+    kind: str
+    event: Any
+    usage: UsageLine | None
+
+
+def decoded(line: bytes) -> DecodedLine:
+    """Return a line of the record; raises one of `DAMAGE` if it does not decode."""
+    found = _KIND.search(line, 0, HEAD_BYTES)
+    kind = found[1].decode() if found else ""
+    usage = msgspec.json.decode(line, type=UsageLine) if kind in USAGE_KINDS else None
+    return DecodedLine(kind, msgspec.json.decode(line, type=LINES.get(kind, Line)), usage)

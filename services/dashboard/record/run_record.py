@@ -19,25 +19,22 @@ from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.dashboard.record.latencies import Latencies
 from rolloutmq.services.dashboard.record.latency_parts import LatencyParts
 from rolloutmq.services.dashboard.record.lines import (
-    LINES,
+    DAMAGE,
     DecisionLine,
     EvaluationLine,
     FindingLine,
     GpuLine,
     LatencyLine,
-    Line,
     PressureLine,
     StandingLine,
     StepLine,
+    decoded,
 )
 from rolloutmq.services.dashboard.record.series import Fold, SeriesBook
-from rolloutmq.services.monitor.profile.usage import KINDS as USAGE_KINDS
-from rolloutmq.services.monitor.profile.usage import Usage, UsageLine, UsageSums
+from rolloutmq.services.monitor.profile.usage import Usage, UsageSums
 from rolloutmq.services.monitor.report import history
 from rolloutmq.services.monitor.report.waited import Waited, WaitedLives, Waiting
 
-HEAD_BYTES: Final = 1024
-"""Beginning of a line that has its time, topic and kind."""
 DECISIONS_KEPT: Final = 200
 STEPS_KEPT: Final = 64
 """Last events of training that a view begins with."""
@@ -49,7 +46,6 @@ HOP_KEYS: Final = 320
 """Most series of hops: the five of 64 environments."""
 HOP_WINDOW_S: Final = 5.0
 """Time whose durations make one point of the percentiles of a hop."""
-_KIND: Final = re.compile(rb'"kind":"([a-z_]{1,40})"')
 _DIGITS: Final = re.compile(r"[\d.]+")
 _TRAINING: Final = frozenset({"step_done", "batch_settled", "step_figures"})
 _LASTING: Final = frozenset(
@@ -129,40 +125,38 @@ class RunRecord:
     def take(self, line: bytes) -> None:
         """Take one line of the record."""
         self.lines += 1
-        found = _KIND.search(line, 0, HEAD_BYTES)
-        kind = found[1].decode() if found else ""
         try:
-            if kind in USAGE_KINDS:
-                self._use.add(msgspec.json.decode(line, type=UsageLine))
-            self._take(kind, line)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError):
+            found = decoded(line)
+            if found.usage is not None:
+                self._use.add(found.usage)
+            self._take(found.kind, found.event, line)
+        except (*DAMAGE, OverflowError):
             self.damaged += 1
 
-    def _take(self, kind: str, line: bytes) -> None:
+    def _take(self, kind: str, event: Any, line: bytes) -> None:
         if kind in _TRAINING:
             self._training.append((self.lines, line))
-        decoded = msgspec.json.decode(line, type=LINES.get(kind, Line))
-        match decoded:
+        match event:
             case PressureLine():
-                self._take_pressure(decoded)
+                self._take_pressure(event)
             case StepLine():
-                self._take_step(decoded)
+                self._take_step(event)
             case DecisionLine():
-                self._take_decision(decoded)
+                self._take_decision(event)
             case EvaluationLine():
-                scores = msgspec.structs.asdict(decoded.all)
+                scores = msgspec.structs.asdict(event.all)
                 values = {name: scores[name] for name in ("mean", "greedy", "pass_1", "pass_k")}
-                self.series.add("evaluation", "", decoded.t, {**values, "step": decoded.version.step})
+                self.series.add("evaluation", "", event.t, {**values, "step": event.version.step})
             case LatencyLine():
-                self._take_latencies(decoded)
+                self._take_latencies(event)
             case GpuLine():
-                self.series.add("gpu", decoded.uuid, decoded.t, msgspec.structs.asdict(decoded))
+                self.series.add("gpu", event.uuid, event.t, msgspec.structs.asdict(event))
             case StandingLine():
-                self._take_standing(decoded)
+                self._take_standing(event)
             case FindingLine():
-                self._take_finding(decoded, line)
+                self._take_finding(event, line)
         if kind in _LASTING:
-            subject = kind, decoded.topic
+            subject = kind, event.topic
             if subject in self._last or len(self._last) < SUBJECTS_LIMIT:
                 self._last[subject] = self.lines, line
 

@@ -12,6 +12,8 @@ from rolloutmq.services.monitor.profile.usage import Usage
 
 NOTICED: Final = 0.1
 """Part of the time from which a wait is worth a change."""
+SPARE: Final = 0.5
+"""Part of a worker from which one less is nearer to the share that is too much than none."""
 FULL: Final = 0.9
 """Part of the time from which an inference server is busy all the time: it waits a little between two requests."""
 
@@ -83,7 +85,16 @@ def _slots(usage: Usage) -> Advice | None:
         return None
     reason = _main(usage.producer_waits_s)
     where = f"rollout slots wait {share:.0%} of their time" + (f" ({reason})" if reason else "")
-    return Advice(share, where, SLOTS.get(reason, f"a faster trainer, or {share:.0%} fewer workers"))
+    if reason == Wait.NO_TASKS and usage.workers == 1:
+        return Advice(share, where, MORE_TASKS)
+    return Advice(share, where, SLOTS.get(reason) or _fewer_rollouts(usage, share))
+
+
+def _fewer_rollouts(usage: Usage, share: float) -> str:
+    """Return what fits rollouts to the trainer; a run of few workers has none to spare."""
+    if usage.workers and (usage.workers == 1 or share * usage.workers < SPARE):
+        return "a faster trainer"
+    return f"a faster trainer, or {share:.0%} fewer workers"
 
 
 def _queue(usage: Usage) -> Advice | None:
@@ -92,7 +103,7 @@ def _queue(usage: Usage) -> Advice | None:
     if share < NOTICED or usage.starved >= NOTICED or usage.blocked >= NOTICED:
         return None
     where = f"the queue grows by {share:.0%} of the sequences that rollouts make"
-    return Advice(share, where, f"a faster trainer, or {share:.0%} fewer workers")
+    return Advice(share, where, _fewer_rollouts(usage, share))
 
 
 def _inference(usage: Usage) -> Advice | None:
@@ -113,6 +124,7 @@ RECORD: Final = "`rolloutmq telemetry -r RUN` records them; `rolloutmq up` start
 MORE_INFERENCE: Final = "more inference: raise `inference.max_engines`, or use faster servers"
 LARGER_MARK: Final = "a larger mark: raise `broker.high_bytes` or `broker.high_groups`"
 SMALLER_GROUPS: Final = "smaller groups: lower `group_size`, or make the batch a multiple of it"
+MORE_TASKS: Final = "more tasks"
 FASTER_DISK: Final = 'a faster disk, or `broker.durability = "os"`'
 
 TRAINER: Final[Mapping[str, str]] = {
@@ -134,7 +146,7 @@ ROOM: Final[Mapping[str, str]] = {
 }
 """What gives room to rollouts that the broker holds back although the trainer starves."""
 SLOTS: Final[Mapping[str, str]] = {
-    Wait.NO_TASKS: "fewer workers, or more tasks",
+    Wait.NO_TASKS: f"fewer workers, or {MORE_TASKS}",
     Wait.JOURNAL_SLOW: FASTER_DISK,
 }
 """What to change where slots wait for another reason than a trainer that takes less than they make."""

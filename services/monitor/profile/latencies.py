@@ -8,6 +8,7 @@ Rates count the time from the first to the last sample of a row, without times i
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
+from math import inf
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -93,6 +94,10 @@ class Sum(NamedTuple):
     slowest_s: float
     slowest_id: str
     clock_error_s: float
+
+    def percentile_s(self, percent: float) -> float:
+        """Return a percentile, see `Histogram.percentile_s`; no more than the longest duration, if that is known."""
+        return self.durations.percentile_s(percent, self.slowest_s or inf)
 
     @property
     def per_s(self) -> float:

@@ -81,6 +81,7 @@ class Usage:
         trainer_s: Seconds with a trainer from then on, as all that follows.
         trainer_waits_s: Seconds of these in which it waited, by reason; each rank counts for its share.
         workerless_s: Seconds in which workers were known, and none of them was ready.
+        workers: Most workers that were ready at once; 0 if none was, or their number is not known.
         slot_s: Seconds of rollout slots of ready workers, by environment.
         unknown_slots_s: Seconds in which the number of slots is not known: the record leaves out the single workers of
             large fleets, and without them several environments cannot be told apart. No slot or wait of it counts.
@@ -99,6 +100,7 @@ class Usage:
     trainer_s: float = 0.0
     trainer_waits_s: dict[str, float] = field(default_factory=dict)
     workerless_s: float = 0.0
+    workers: int = 0
     slot_s: dict[str, float] = field(default_factory=dict)
     unknown_slots_s: float = 0.0
     blocked_s: dict[str, float] = field(default_factory=dict)
@@ -248,6 +250,8 @@ def _add_trainer(found: Usage, before: UsageLine, line: UsageLine) -> None:
 def _add_slots(found: Usage, before: UsageLine, line: UsageLine, slots: Mapping[str, int]) -> None:
     seconds = line.t - before.t
     ready = _ready(before, slots)
+    counted = before.worker_states.get(WorkerState.READY, 0)
+    found.workers = max(found.workers, counted, sum((ready or {}).values()))
     if ready is None:
         found.unknown_slots_s += seconds
         return

@@ -8,6 +8,7 @@ process took its name, or if it fell silent without draining.
 """
 
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -20,7 +21,7 @@ from rolloutmq.schemas.wire.control import SILENT_S, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.monitor.report.steps import Series, StepPoint, StepRecord
 from rolloutmq.services.monitor.text.figures import of_step
-from rolloutmq.services.monitor.text.jsonl import read_lines
+from rolloutmq.services.monitor.text.jsonl import read_whole_lines
 
 
 class BoundChange(msgspec.Struct, frozen=True):
@@ -147,6 +148,8 @@ class Metrics:
 
     curricula: dict[str, dict[str, int | str]] = field(default_factory=dict)
     """Last recorded counts of each curriculum, by environment."""
+    damaged_lines: int = 0
+    """Lines that do not decode, left out."""
 
     @property
     def span_s(self) -> float:
@@ -232,16 +235,13 @@ def _take_step(line: Line, steps: StepRecord) -> None:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics of a run; empty if there are none.
-
-    Raises:
-        DamagedFileError: A line before the last does not decode.
-    """
+    """Read the metrics of a run; empty if there are none. Damaged lines are counted and left out."""
     metrics = Metrics()
     watch = WorkerWatch()
     steps = StepRecord()
     bounds: dict[str, int] = {}
-    for line in read_lines(path, Line):
+    damaged: Counter[str] = Counter()
+    for line in read_whole_lines(path, Line, damaged):
         metrics.first_t = metrics.first_t or line.t
         metrics.last_t = line.t
         if line.kind == "pressure":
@@ -264,4 +264,5 @@ def read_metrics(path: Path) -> Metrics:
         else:
             _take_step(line, steps)
     metrics.steps, metrics.figures = steps.points(), steps.figures()
+    metrics.damaged_lines = damaged.total()
     return metrics

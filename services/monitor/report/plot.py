@@ -56,7 +56,7 @@ def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any], 
 
     Raises:
         MissingError: matplotlib is not installed.
-        DamagedFileError: A log is damaged.
+        DamagedFileError: A log of batches is damaged.
     """
     figure = blank(WIDTH_PX / DPI, HEIGHT_PX / DPI, DPI)
     metrics = read_metrics(layout.metrics)

@@ -336,9 +336,13 @@ def summarise(
           `last` quarter of the settled steps with it, at most 50 of them.
         - late_members: sequences missing from groups closed at their deadline.
         - curriculum: only with curricula: the last recorded progress of each, by environment.
+        - metrics_lines_damaged: only if there are any: lines of `metrics.jsonl` that do not decode, left out.
         - findings: names of all findings about rewards, as `environment.finding`.
         - groups_evaluated: groups accepted for evaluation, named by an ack log. No other figure of groups has them.
         - evaluation: see `evaluation.figures`; None if there was none.
+
+    Raises:
+        DamagedFileError: A log that names groups is damaged: a join over the rest would be silently wrong.
     """
     log = read_settled(layout)
     acks = read_acks(layout, as_of)
@@ -365,6 +369,7 @@ def summarise(
         "learning": _learned(seen.figures, log),
         "late_members": seen.late_members,
         **({"curriculum": seen.curricula} if seen.curricula else {}),
+        **({"metrics_lines_damaged": seen.damaged_lines} if seen.damaged_lines else {}),
         "findings": sorted(seen.findings),
         "groups_evaluated": len(acks.evaluated),
         "evaluation": figures(Evaluations.read(layout), wall_s),

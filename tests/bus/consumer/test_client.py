@@ -134,6 +134,22 @@ async def test_the_lists_of_a_settlement_complement_each_other(fake: "FakeBroker
     assert second.version == V1
 
 
+async def test_a_settlement_that_the_wire_cannot_carry_is_refused_and_may_be_corrected(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    fake.answers[Pull] = answers(leased([group(name) for name in "ab"]))
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        batch = await c.pull(1, V0)
+        for reason in ("lone\ud800", "x" * 513):
+            with pytest.raises(UsageError, match=r"^rejected: "):
+                await c.settle(batch, rejected=[Rejected(group_id="a", reason=reason)])
+        with pytest.raises(UsageError, match=r"^trained: must be text that UTF-8 can encode"):
+            await c.settle(batch, trained=["a\ud800"])
+        await c.settle(batch, rejected=[Rejected(group_id="a", reason="lone")])
+    (told,) = fake.asked_for(Settle)
+    assert [one.reason for one in told.rejected] == ["lone"]
+
+
 async def test_a_batch_without_a_whole_group_is_settled_and_pulled_again(
     fake: "FakeBroker", group: MakeGroup
 ) -> None:

@@ -54,10 +54,11 @@ def test_other_values_are_refused_by_their_name(value: Any) -> None:
         checked(loss=value)
 
 
-@pytest.mark.parametrize("name", ["", "7up", "a b", "ä", "x" * 65, "a\n"])
+@pytest.mark.parametrize("name", ["", "7up", "a b", "ä", "x" * 65, "a\n", "\x1b[2J\ud800"])
 def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match=r"must be a name of at most 64"):
+    with pytest.raises(UsageError, match=r"must be a name of at most 64") as refusal:
         checked(**{name: 1.0})
+    assert str(refusal.value).isprintable()
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 62, None, np.float64(3.0), np.int64(-1), [3]])

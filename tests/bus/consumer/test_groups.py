@@ -293,6 +293,11 @@ async def test_a_call_against_the_rules_is_refused(run_dir: Path, group: MakeGro
                 await consumer.settle(["a"])
             with pytest.raises(UsageError, match="group unknown: is not held"):
                 await consumer.settle(filtered=["unknown"])
+            with pytest.raises(UsageError, match=r"group \\ud800: is not held"):
+                await consumer.settle(filtered=["\ud800"])
+            for reason, problem in (("lone\ud800", "must be text that UTF-8"), ("x" * 513, "length <= 512")):
+                with pytest.raises(UsageError, match=f"reason: .*{problem}"):
+                    await consumer.settle(rejected=[Rejected(group_id="b", reason=reason)])
             async with GroupConsumer.open(run_dir, batch_sequences=4) as other:
                 with pytest.raises(ConsumerFencedError):
                     await consumer.settle([b])

@@ -36,6 +36,13 @@ def test_a_percentile_is_within_its_error(values: list[float], percent: float) -
     assert histogram_of(*values).percentile_s(percent) == pytest.approx(exact, rel=RELATIVE_ERROR + ROUNDING)
 
 
+@pytest.mark.parametrize("longest_s", [0.301 * 1.003**step for step in range(8)])
+def test_a_percentile_does_not_exceed_the_longest_where_that_is_known(longest_s: float) -> None:
+    told = histogram_of(0.1, longest_s)
+    assert told.percentile_s(99.9, longest_s) == min(longest_s, told.percentile_s(99.9))
+    assert told.percentile_s(50, longest_s) == told.percentile_s(50)
+
+
 def test_percentiles_of_a_thousand() -> None:
     values = np.random.default_rng(7).lognormal(-3.0, 2.0, 1000)
     told = HistogramBuilder().add(values).histogram()

@@ -150,3 +150,19 @@ async def test_the_output_of_a_command_is_bounded() -> None:
     assert outcome.code == 3
     assert len(outcome.lines) <= 200
     await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "key"),
+    [
+        ("drain", b'{"worker":"\\ud800"}', "worker"),
+        ("set", b'{"values": {"a": "x\\udfff"}}', "values"),
+        ("set", b'{"values": {"\\ud800": 1}}', "values"),
+        ("requeue", b'{"groups": ["\\ud83d\\ude00", "\\ud83d"]}', "groups"),
+        ("drain", b'{"\\ud800": 1}', "\\ud800"),
+    ],
+)
+def test_a_lone_surrogate_is_told_by_its_key(name: str, body: bytes, key: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        words_of(name, body)
+    assert str(refusal.value).startswith(f"{name}: {key}: must be text that UTF-8 can encode (got ")

@@ -195,6 +195,22 @@ def test_a_wrong_request_is_told(at_ended: Browser, method: str, path: str, stat
         assert answer.json["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("workers?offset=-1", "offset: must be a number of at most 18 digits (got '-1')"),
+        ("workers?limit=x", "limit: must be a number of at most 18 digits (got 'x')"),
+        ("dead/g1?sequence=x", "sequence: must be a number of at most 18 digits (got 'x')"),
+        ("workers?order=DROP", "order: must be asc or desc (got 'DROP')"),
+        ("workers?sort=nothing&order=DROP", "sort: must be one of worker, env, "),
+    ],
+)
+def test_a_wrong_key_is_told_alone(at_ended: Browser, path: str, problem: str) -> None:
+    answer = at_ended.ask("GET", f"/api/{path}", Cookie=at_ended.cookie)
+    assert (answer.status, answer.code) == (400, "bad_request")
+    assert answer.json["error"]["message"].startswith(problem)
+
+
 def test_an_unknown_action_and_a_wrong_body_are_told(at_living: Browser) -> None:
     assert at_living.post("/api/actions/nothing", "{}").status == 404
     for body in (

@@ -101,6 +101,23 @@ def hop(name: Hop, *durations_s: float, **given: Any) -> LatencyRow:
     return LatencyRow(hop=name, durations=durations, env="sort3", slowest_s=max(durations_s), **given)
 
 
+def test_no_percentile_exceeds_the_slowest(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bucket stands for its middle, which is above some of its durations."""
+    made = recorded(run_dir, "memory")
+    durations = [0.301 * 1.003**step for step in range(8)]
+    assert any(HistogramBuilder().add(one).percentile_s(99.9) > one for one in durations)
+    for number, one in enumerate(durations):
+        row = msgspec.structs.replace(hop(Hop.QUEUE, one), env=f"e{number}")
+        sampled(made, "broker", row)
+        sampled(made, f"w{number}", hop(Hop.CALL, one, engine=f"e{number}"))
+    assert profile(run_dir, as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)["hops"]
+    assert latencies(run_dir, By.ENGINE, as_json=True) == 0
+    rows += json.loads(capsys.readouterr().out)["rows"]
+    assert len(rows) == 2 * len(durations)
+    assert [one for one in rows if max(one["p50_s"], one["p99.9_s"]) > one["slowest_s"]] == []
+
+
 def test_without_a_journal_and_without_samples_there_are_no_hops(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -223,6 +240,20 @@ def test_damage_of_the_records_is_told_and_the_rest_counts(
     assert "not read: 1 line of metrics.jsonl, damaged" in told
     assert profile(run_dir, as_json=True) == 0
     assert "1 line of metrics.jsonl, damaged" in json.loads(capsys.readouterr().out)["not_read"]
+
+
+def test_every_view_counts_the_same_damaged_lines(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = recorded(run_dir)
+    trained(made)
+    sampled(made, "w", hop(Hop.CALL, 1.0, engine="a"))
+    with made.layout.metrics.open("ab") as record:
+        record.write(
+            b'{"t":1.0,"kind":"latency_sample","rows":7}\n{"t":1.0,"kind":"step_done","step":"x"}\n{"t":1\n'
+        )
+    assert profile(run_dir, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["not_read"] == ["3 lines of metrics.jsonl, damaged"]
+    assert latencies(run_dir, By.ENGINE, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["not_read"] == ["3 lines of metrics.jsonl, damaged"]
 
 
 def test_a_gap_in_the_journal_is_told(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,3 +77,22 @@ def test_slots_that_are_not_known_are_not_said_to_wait_for_nothing() -> None:
 
 def test_reasons_are_those_of_the_wire() -> None:
     assert {*TRAINER, *ROOM, *SLOTS} <= set(Wait)
+
+
+@pytest.mark.parametrize(
+    ("workers", "share", "change"),
+    [
+        (1, 0.9, "a faster trainer"),
+        (2, 0.2, "a faster trainer"),
+        (2, 0.31, "a faster trainer, or 31% fewer workers"),
+        (40, 0.31, "a faster trainer, or 31% fewer workers"),
+        (0, 0.31, "a faster trainer, or 31% fewer workers"),
+    ],
+)
+def test_a_run_without_a_worker_to_spare_is_not_told_to_have_fewer(
+    workers: int, share: float, change: str
+) -> None:
+    for usage in (used(blocked=share), used(grown=round(100 * share))):
+        assert [one.change for one in advice(replace(usage, workers=workers))] == [change]
+    (tasks,) = advice(replace(used(blocked=share, workers="no_tasks"), workers=workers))
+    assert tasks.change == ("more tasks" if workers == 1 else "fewer workers, or more tasks")

@@ -136,6 +136,14 @@ def test_workers_left_out_of_the_record_count_by_their_state() -> None:
     assert not several.knows_slots
 
 
+def test_the_most_workers_that_were_ready_at_once_are_told() -> None:
+    two = (WorkerLine("a", "ready"), WorkerLine("b", "ready"), WorkerLine("b", "starting"))
+    lines = [pressure(0.0, settled_busy_s=1.0), pressure(1.0, *two), pressure(2.0, two[0]), pressure(3.0)]
+    assert read_usage(lines, {}).workers == 2
+    trimmed = [pressure(float(t), trimmed=("workers",), worker_states={"ready": 300}) for t in range(3)]
+    assert read_usage([lines[0], *trimmed], {"a": 1, "b": 1}).workers == 300
+
+
 def test_a_life_that_settled_nothing_is_told_so() -> None:
     looked_at = [pressure(1000.0 + t, trainers=0, epoch=2, settled_busy_s=0.0) for t in range(50)]
     assert not read_usage(looked_at, {}).has_settled

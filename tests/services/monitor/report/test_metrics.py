@@ -159,3 +159,13 @@ def test_figures_of_learning_are_series_by_name(tmp_path: Path) -> None:
         "loss": [FigurePoint(1.0, 1, 0.5), FigurePoint(2.0, 2, 0.25), FigurePoint(3.0, 3, 0.125)],
         "mine": [FigurePoint(1.0, 1, 3.0)],
     }
+
+
+def test_damaged_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(
+        b'{"t": 1.0, "kind": "pressure"}\n{"t": 2.0, "ki\n{"t": "x"}\n{"t": 3.0, "kind": "pressure"}\n{"t'
+    )
+    metrics = read_metrics(path)
+    assert [one.t for one in metrics.pressures] == [1.0, 3.0]
+    assert metrics.damaged_lines == 2, "the last line was never finished, and is no damage"
