@@ -122,7 +122,7 @@ def worker(
 
 @app.command(rich_help_panel=SERVICE)
 def relay(
-    run_dir: RunDirOption,
+    run_dir: DirectoryHere = None,
     source: Annotated[
         Path | None,
         typer.Option(
@@ -130,9 +130,21 @@ def relay(
         ),
     ] = None,
     listen: Annotated[str, typer.Option(help="Address to serve the weights at: tcp://HOST:PORT.")] = "",
+    connect: Connect = None,
+    key: Key = None,
+    grace: Grace = 25.0,
 ) -> None:
-    """Run a relay: serve the weights of a run to relays of other hosts, or receive them from one."""
-    raise typer.Exit(service_process.relay(run_dir, source, listen))
+    """Run a relay: serve the weights of a run to other hosts, or with --connect receive those of another host."""
+    if not connect:
+        raise typer.Exit(service_process.relay(required(run_dir, "--run-dir"), source, listen))
+    if source is not None:
+        raise typer.BadParameter(
+            "is for a run directory of this host; name one of both", param_hint="--source"
+        )
+    from rolloutmq.launch.commands.remote import programs
+
+    way = programs.Way(connection(connect, key), run_dir, grace)
+    raise typer.Exit(programs.join_relay(listen, way))
 
 
 @app.command("serve-gateway", rich_help_panel=SERVICE, hidden=True)

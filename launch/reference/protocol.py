@@ -142,6 +142,7 @@ JOINING_EXCHANGES: Final = (
     Exchange(joining.GetRun, (joining.RunReply,), "Reads only."),
     Exchange(joining.GetFile, (joining.FilePart,), "Reads only. The file has changed: error `unknown`."),
     Exchange(joining.EngineBeat, (replies.Ok,), "The address file is written again."),
+    Exchange(joining.GetWeightsTicket, (joining.WeightsTicket,), "Another ticket is made."),
 )
 EXCHANGES: Final = (
     *PRODUCER_EXCHANGES,

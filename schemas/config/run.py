@@ -22,7 +22,7 @@ from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.orchestrator import HardwareConfig, OrchestratorConfig
 from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig, WeightsConfig
-from rolloutmq.schemas.network.address import problem_of_host
+from rolloutmq.schemas.network.address import problem_of_host, problem_of_weights
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
 
 PROGRAM_NAME_CHARS: Final = 48
@@ -311,6 +311,16 @@ class RunConfig(Section):
                     f"curriculum.{name}.ahead: the open tasks of all curricula must be fewer than broker.max_tasks "
                     f"{limit} (got {ahead} here, {total} in all); set a smaller number, or raise broker.max_tasks"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _guard_weights(self) -> Self:
+        weights = self.weights
+        if weights.backend == "stream" and (
+            problem := problem_of_weights(weights.listen, self.broker.keys, insecure=weights.insecure)
+        ):
+            key, _, rest = problem.partition(" ")
+            raise ValueError(f"weights.{key}: {rest}")
         return self
 
     @model_validator(mode="after")

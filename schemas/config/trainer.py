@@ -195,7 +195,8 @@ class WeightsConfig(Section):
     the weights to the relays of other hosts, whose servers map them there. Neither `vllm_http` nor `cuda_ipc` has run
     on a GPU yet: they are tested on a CPU, `cuda_ipc` with a simulated GPU."""
     listen: str = "tcp://127.0.0.1:0"
-    """Address of the relay with the backend `stream`, `tcp://HOST:PORT`; port 0 takes any. On an address that other
-    hosts reach the weights are encrypted, for which the relay and its receivers need the extra `cluster`."""
+    """Address of the relay with the backend `stream`, `tcp://HOST:PORT`; port 0 takes any. An address beyond this host
+    needs `broker.keys`, and the weights are encrypted there. Relay and receivers then need the extra `cluster`."""
     insecure: bool = False
-    """Do not encrypt the weights on an address beyond this host. Tickets are still needed."""
+    """Do not encrypt the weights on an address beyond this host, and allow it without `broker.keys`. Tickets are still
+    needed; without keys the broker gives one to everybody."""

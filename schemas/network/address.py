@@ -6,6 +6,7 @@ must say that it means it: `insecure = true` in the section of the server. The b
 
 import re
 from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 LISTEN_PORTS: Final = 4
 """Ports of a broker's listener, one after the other: serve, ingest, events, publish."""
@@ -55,6 +56,36 @@ def problem_of_listen(listen: str, keys: str, *, insecure: bool) -> str:
     return (
         f"listen needs keys, or whoever reaches the address may use the run (got {listen!r}); make them with "
         '`rolloutmq keys init keys` and set broker.keys = "keys", or allow it with broker.insecure = true'
+    )
+
+
+def host_and_port(text: str) -> tuple[str, int] | None:
+    """Return both parts of `tcp://HOST:PORT`, None if it is none; an address of IPv6 comes without its brackets."""
+    try:
+        parts = urlsplit(text)
+        if parts.scheme == "tcp" and parts.hostname and parts.port is not None and not parts.path:
+            return parts.hostname, parts.port
+    except ValueError:
+        pass
+    return None
+
+
+def problem_of_weights(listen: str, keys: str, *, insecure: bool) -> str:
+    """Return the problem with `weights.listen`, or an empty text.
+
+    Args:
+        listen: The address.
+        keys: `broker.keys`: receivers of other hosts get their tickets from the broker.
+        insecure: `weights.insecure`.
+    """
+    parts = host_and_port(listen)
+    if parts is None:
+        return f"listen must be tcp://HOST:PORT (got {listen!r}); port 0 takes any"
+    if keys or insecure or is_loopback(parts[0]):
+        return ""
+    return (
+        f"listen needs keys, by which the broker knows who may have the weights (got {listen!r}); make them with "
+        '`rolloutmq keys init keys` and set broker.keys = "keys", or allow it with weights.insecure = true'
     )
 
 

@@ -1,4 +1,4 @@
-"""Messages by which other hosts take part in a run: its configuration, its engines, files of its model.
+"""Messages by which other hosts take part in a run: its configuration, engines, model's files, weights.
 
 A host that joins has no file of the run. It asks for the run again and again, and keeps a directory of its own fresh by
 the replies. Nothing here names a path of either side: a file is known by one of the names in `SHARED_FILES`.
@@ -155,5 +155,25 @@ class EngineBeat(Message, tag="engine_beat", frozen=True, kw_only=True):
     ends: bool = False
 
 
-JoiningRequest = GetRun | GetFile | EngineBeat
-JoiningReply = RunReply | FilePart
+class GetWeightsTicket(Message, tag="get_weights_ticket", frozen=True, kw_only=True):
+    """Ask for the weights, with the backend `stream`. The asker then shows the ticket to the relay of the run."""
+
+
+class WeightsTicket(Message, tag="weights_ticket", frozen=True, kw_only=True):
+    """Proof that the asker may have the weights, for one connection or more in the next two minutes.
+
+    Attributes:
+        port: Port of the run's relay. Its host is the one by which the asker reached the broker.
+        shown: What the asker shows to the relay.
+        key: Secret that it proves to have.
+        sealed: The transfer is encrypted; the asker refuses one that is not.
+    """
+
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    shown: Annotated[bytes, Meta(max_length=512)]
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    sealed: bool
+
+
+JoiningRequest = GetRun | GetFile | EngineBeat | GetWeightsTicket
+JoiningReply = RunReply | FilePart | WeightsTicket

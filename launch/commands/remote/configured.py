@@ -76,6 +76,30 @@ def training(model: Path | None) -> Accept:
     return accept
 
 
+def receiving(data: bytes, layout: RunLayout) -> RunConfig:
+    """Accept a configuration for a relay: the run streams its weights.
+
+    What an engine beside has chosen in this directory stays: its address, and the directory of the model.
+    """
+    config = told(data)
+    if config.weights.backend != "stream":
+        raise ConfigError(
+            "weights.backend",
+            f"must be stream, or the run sends no weights to other hosts (got {config.weights.backend}); "
+            "set it in the configuration of the run",
+        )
+    config = config.model_copy(update={"inference": _served(config, layout)})
+    return _placed(config, layout, layout.root, _model_of(layout))
+
+
+def _model_of(layout: RunLayout) -> Path | None:
+    try:
+        found = read_run(layout.root)[0].model.path
+    except RolloutMQError:
+        return None
+    return Path(found) if found else None
+
+
 def _served(config: RunConfig, layout: RunLayout) -> InferenceConfig:
     """Return the section of the engines, with the address that an engine beside has chosen in this directory."""
     try:

@@ -1,4 +1,4 @@
-"""What joins a run of another host: workers of an environment, ranks of the trainer, engines."""
+"""What joins a run of another host: workers of an environment, ranks of the trainer, engines, a relay."""
 
 import re
 import socket
@@ -10,14 +10,17 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.engine_registry import FIRST
-from rolloutmq.launch.commands.remote.configured import rolling, training
+from rolloutmq.bus.transport.keys.bundle import load_bundle
+from rolloutmq.launch.commands.remote.configured import receiving, rolling, training
 from rolloutmq.launch.commands.remote.engine_beats import EngineBeats, Served
 from rolloutmq.launch.commands.remote.joining import Joining, join
 from rolloutmq.launch.commands.remote.own_code import OwnCode
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.errors import ConfigError, RefusedError
 from rolloutmq.schemas.files import Connection
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.wire.envelope import Name
+from rolloutmq.schemas.wire.envelope import ErrorCode, Name
+from rolloutmq.schemas.wire.joining import GetWeightsTicket
+from rolloutmq.services.broker.requests.roles import refusal
 
 COUNT_LIMIT: Final = 1024
 """Most workers of one command."""
@@ -93,6 +96,27 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
     programs = ((name, Role.INFERENCE, ("inference", "--engine", name)),)
     accept = served.accepting(training(model))
     return join(Joining(name, programs, way.connection, accept, way.directory, way.grace_s, beats.run))
+
+
+def join_relay(listen: str, way: Way) -> int:
+    """Receive the weights of a run of another host for the engines of this one; return the exit code. Blocks.
+
+    Args:
+        listen: Address to serve them at for further relays; empty for none.
+        way: How it joins.
+
+    Raises:
+        RefusedError: A key of this role may not have the weights.
+    """
+    if way.connection.key:
+        bundle = load_bundle(Path(way.connection.key))
+        if why := refusal(
+            bundle.name, bundle.role, GetWeightsTicket
+        ):  # the broker would say so every two seconds
+            raise RefusedError(ErrorCode.FORBIDDEN, why)
+    words = ("relay", "--listen", listen) if listen else ("relay",)
+    programs = (("relay", Role.RELAY, words),)
+    return join(Joining("relay", programs, way.connection, receiving, way.directory, way.grace_s))
 
 
 def _require_names(names: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ from rolloutmq.schemas.errors import MalformedError, WireError
 from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire.control import Requeue
 from rolloutmq.schemas.wire.envelope import Envelope, ErrorCode, GroupHeader
-from rolloutmq.schemas.wire.joining import EngineBeat, GetFile, GetRun
+from rolloutmq.schemas.wire.joining import JoiningRequest
 from rolloutmq.schemas.wire.replies import ErrorReply
 from rolloutmq.schemas.wire.replies import Reply as ReplyMessage
 from rolloutmq.services.broker.actions import (
@@ -412,8 +412,8 @@ class DataPlane:
             request = asked
         if isinstance(request, Requeue):
             self._requeue(route, request)
-        elif isinstance(request, GetRun | GetFile | EngineBeat):
-            self._share(route, request)
+        elif isinstance(request, JoiningRequest):
+            self._share(route, request, sender or "")
         else:
             self._perform(self.core.request(route, request, time.monotonic(), time.time()))
 
@@ -423,12 +423,12 @@ class DataPlane:
         if refusal is not None:
             self._send_reply(route, refusal)
 
-    def _share(self, route: Route, request: GetRun | GetFile | EngineBeat) -> None:
+    def _share(self, route: Route, request: JoiningRequest, sender: str) -> None:
         """Answer a request for the files of the run, which the core does not know."""
         if self._shared_run is None:
             self._send_reply(route, ErrorReply(code=ErrorCode.UNKNOWN, detail="this broker shares no run"))
         else:
-            self._send_reply(route, self._shared_run.answer(request, time.monotonic()))
+            self._send_reply(route, self._shared_run.answer(request, time.monotonic(), sender))
 
     def _requeue(self, route: Route, request: Requeue) -> None:
         """Queue dead groups again; their dead letters are removed once that is durable."""

@@ -1,8 +1,9 @@
 """What the broker tells other hosts of its run directory, and what it writes there for their engines.
 
-The core is without files: the data plane asks this class for the replies to `GetRun`, `GetFile` and `EngineBeat`. The
-other side names no path. A file is one of `SHARED_FILES` in the directory of the policy's model or tokenizer, an engine
-one of `inference.NAME`. Every read is bounded, and answers are reused for a moment: a thousand hosts ask once a second.
+The core is without files: the data plane asks this class for the replies to `GetRun`, `GetFile`, `EngineBeat` and
+`GetWeightsTicket`. The other side names no path. A file is one of `SHARED_FILES` in the directory of the policy's model
+or tokenizer, an engine one of `inference.NAME`. Every read is bounded, and answers are reused for a moment: a thousand
+hosts ask once a second.
 """
 
 import hashlib
@@ -19,10 +20,11 @@ from rolloutmq.bus.engine_registry import engine_files, engine_number, engines_o
 from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.tokenizer_fingerprint import student_directory, student_model
+from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.bus.transport.mirror.shared_config import shared
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.joining import (
     CONFIG_LIMIT_BYTES,
@@ -36,8 +38,11 @@ from rolloutmq.schemas.wire.joining import (
     FilePart,
     GetFile,
     GetRun,
+    GetWeightsTicket,
+    JoiningRequest,
     RunReply,
     SharedFile,
+    WeightsTicket,
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.broker_state import refuse
@@ -79,9 +84,15 @@ class SharedRun:
         self._has_looked = False
 
     def answer(
-        self, request: GetRun | GetFile | EngineBeat, now: float
-    ) -> RunReply | FilePart | Ok | ErrorReply:
-        """Serve one request; `now` in monotonic seconds."""
+        self, request: JoiningRequest, now: float, sender: str = ""
+    ) -> RunReply | FilePart | WeightsTicket | Ok | ErrorReply:
+        """Serve one request.
+
+        Args:
+            request: The request.
+            now: Monotonic seconds.
+            sender: Name of the key that asks; empty without one.
+        """
         match request:
             case GetRun():
                 return self._run(request, now)
@@ -89,6 +100,8 @@ class SharedRun:
                 return self._part(request)
             case EngineBeat():
                 return self._beat(request, now)
+            case GetWeightsTicket():
+                return self._ticket(sender)
 
     def sweep(self, now: float) -> None:
         """Remove the addresses of engines of other hosts that have been silent for long.
@@ -215,6 +228,21 @@ class SharedRun:
         except OSError as error:
             return refuse(ErrorCode.UNKNOWN, f"the address cannot be written ({error.strerror})")
         return Ok()
+
+    def _ticket(self, sender: str) -> WeightsTicket | ErrorReply:
+        backend = self._config.weights.backend
+        if backend != "stream":
+            return refuse(
+                ErrorCode.UNKNOWN, f"weights.backend: must be stream for other hosts (got {backend})"
+            )
+        try:
+            found = read_json(self._layout.stream, StreamAddress)
+            if found is None:
+                return refuse(ErrorCode.UNKNOWN, "weights: the relay of the run does not serve them yet")
+            made = ticket.issue(found.secret, sender or "without a key")
+        except (msgspec.DecodeError, OSError, ValueError) as error:
+            return refuse(ErrorCode.UNKNOWN, f"weights: the address of the relay cannot be read ({error})")
+        return WeightsTicket(port=found.port, shown=made.shown, key=made.key, sealed=found.sealed)
 
     def _remove(self, name: str) -> None:
         self._beats.pop(name, None)

@@ -46,6 +46,7 @@ REQUESTS: Final[Mapping[type, Rule]] = {
     joining.GetRun: Rule("ask for the configuration", _ALL),
     joining.GetFile: Rule("ask for files of the model", _ALL),
     joining.EngineBeat: Rule("send heartbeats of an engine", frozenset({Role.ENGINE})),
+    joining.GetWeightsTicket: Rule("get the weights", frozenset({Role.ENGINE, Role.TRAINER})),
     tasks.SubmitTasks: Rule("submit tasks", _TRAINER),
     tasks.CancelTasks: Rule("cancel tasks", _TRAINER),
     tasks.AwaitTasks: Rule("ask for tasks", _TRAINER),

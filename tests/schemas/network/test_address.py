@@ -1,6 +1,13 @@
 import pytest
 
-from rolloutmq.schemas.network.address import is_loopback, listen_of, problem_of_host, problem_of_listen
+from rolloutmq.schemas.network.address import (
+    host_and_port,
+    is_loopback,
+    listen_of,
+    problem_of_host,
+    problem_of_listen,
+    problem_of_weights,
+)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
@@ -57,3 +64,29 @@ def test_who_reaches_a_listener() -> None:
     assert (found := listen_of("tcp://0.0.0.0:7760")) is not None
     assert not found.is_local
     assert found.port == 7760
+
+
+def test_both_parts_of_an_address() -> None:
+    assert host_and_port("tcp://[::1]:0") == ("::1", 0)
+    assert host_and_port("tcp://gpu-7:7764") == ("gpu-7", 7764)
+    for other in (
+        "",
+        "127.0.0.1:1",
+        "tcp://host",
+        "tcp://host:x",
+        "ipc://a:1",
+        "tcp://h:1/x",
+        "tcp://[::1:1",
+    ):
+        assert host_and_port(other) is None
+
+
+@pytest.mark.parametrize("listen", ["tcp://0.0.0.0:0", "tcp://[::]:7764", "tcp://gpu-7:7764"])
+def test_weights_for_other_hosts_need_keys_or_must_be_insecure(listen: str) -> None:
+    refused = problem_of_weights(listen, "", insecure=False)
+    assert refused.startswith("listen needs keys, by which the broker knows who may have the weights")
+    assert "`rolloutmq keys init keys`" in refused
+    assert "weights.insecure = true" in refused
+    assert not problem_of_weights(listen, "keys", insecure=False)
+    assert not problem_of_weights(listen, "", insecure=True)
+    assert not problem_of_weights("tcp://127.0.0.1:0", "", insecure=False)

@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol, Self
 
+from rolloutmq.bus.transport.keys.ticket import TICKET_BYTES, Pass
 from rolloutmq.schemas.errors import (
     LimitExceededError,
     MalformedError,
@@ -31,7 +32,6 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES
 from rolloutmq.trainer.weights.stream.messages import HEADER, SMALL_BYTES, Kind
-from rolloutmq.trainer.weights.stream.ticket import TICKET_BYTES, Pass
 
 MAGIC: Final = b"RMQ-WEIGHTS-1\n"
 NONCE_BYTES: Final = 16

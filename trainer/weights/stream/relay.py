@@ -11,58 +11,26 @@ import logging
 import threading
 import time
 from pathlib import Path
-from typing import Final, Protocol
-from urllib.parse import urlsplit
+from typing import Final
 
 from rolloutmq.bus.lifecycle import log_failure, set_up_logging, signals
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.bus.rundir import load_run, read_json, write_json
+from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
-from rolloutmq.schemas.errors import ConfigError, RolloutMQError, WeightsNotSentError
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError
 from rolloutmq.schemas.files import RunLayout, StreamAddress
-from rolloutmq.schemas.network.address import is_loopback
-from rolloutmq.trainer.weights.stream import ticket
+from rolloutmq.schemas.network.address import host_and_port, is_loopback
 from rolloutmq.trainer.weights.stream.channel import Channel, require_cipher
 from rolloutmq.trainer.weights.stream.receiver import Receiver
 from rolloutmq.trainer.weights.stream.sender import Sender
 from rolloutmq.trainer.weights.stream.snapshots import Snapshots
+from rolloutmq.trainer.weights.stream.sources import BrokerSource, RunSource, Source
 
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S: Final = 0.1
 LAST_PAUSE_S: Final = 2.0
 """Pauses between two attempts to reach a source; each is twice the one before."""
-
-
-class Source(Protocol):
-    """Where a relay gets the weights."""
-
-    def dial(self) -> Channel:
-        """Connect to the sender with a fresh ticket; raises what `Channel.dial` raises."""
-        ...
-
-
-class RunSource:
-    """The sender of a run directory that this host can read.
-
-    Args:
-        layout: The run directory.
-        name: Name of this receiver in the sender's log.
-    """
-
-    def __init__(self, layout: RunLayout, name: str) -> None:
-        self._layout = layout
-        self._name = name
-
-    def dial(self) -> Channel:
-        """See `Source.dial`."""
-        found = read_json(self._layout.stream, StreamAddress)
-        if found is None:
-            raise WeightsNotSentError(
-                "from", f"{self._layout.stream} is not there; no relay serves it", away=True
-            )
-        shown = ticket.issue(found.secret, self._name)
-        return Channel.dial(found.host, found.port, shown, sealed=found.sealed)
 
 
 class Following:
@@ -109,21 +77,6 @@ class Following:
             logger.warning("waiting for=weights reason=%s", why)
 
 
-def host_and_port(listen: str) -> tuple[str, int]:
-    """Return both parts of `tcp://HOST:PORT`.
-
-    Raises:
-        ConfigError: It has another form.
-    """
-    try:
-        parts = urlsplit(listen)
-        if parts.scheme == "tcp" and parts.hostname and parts.port is not None and not parts.path:
-            return parts.hostname, parts.port
-    except ValueError:
-        pass
-    raise ConfigError("weights.listen", f"must be tcp://HOST:PORT (got {listen!r}); port 0 takes any")
-
-
 def serving(layout: RunLayout, listen: str, *, insecure: bool) -> tuple[Sender, Snapshots]:
     """Serve the weights of a run directory, and publish the address. Close both, the sender first.
 
@@ -131,7 +84,9 @@ def serving(layout: RunLayout, listen: str, *, insecure: bool) -> tuple[Sender, 
         MissingError: Other hosts can reach the address, and the package that encrypts is not installed.
         ConfigError, AddressInUseError: The address is none, or it is taken.
     """
-    host, port = host_and_port(listen)
+    if (parts := host_and_port(listen)) is None:
+        raise ConfigError("weights.listen", f"must be tcp://HOST:PORT (got {listen!r}); port 0 takes any")
+    host, port = parts
     sealed = not (insecure or is_loopback(host))
     if sealed:
         require_cipher()
@@ -155,8 +110,9 @@ def main(run_dir: Path, source: Path | None = None, listen: str = "") -> int:
 
     Args:
         run_dir: Run directory of this host.
-        source: Run directory whose relay sends the weights; without it a trainer of this host writes them.
-        listen: Address to serve them at; by default `weights.listen` beside a trainer, and none with a source.
+        source: Run directory whose relay sends the weights. Without it the run's relay sends them if the directory is
+            that of a run of another host, else a trainer of this host writes them.
+        listen: Address to serve them at; by default `weights.listen` beside a trainer, and none for received ones.
     """
     set_up_logging()
     try:
@@ -170,7 +126,8 @@ def run(run_dir: Path, source: Path | None, listen: str) -> None:
     """Run a relay until a signal. Blocks; raises what `serving` and `Receiver` raise."""
     config, layout = load_run(run_dir)
     stopping = threading.Event()
-    following = Following(layout, RunSource(RunLayout(source), layout.root.name)) if source else None
+    found = _source(layout, source)
+    following = Following(layout, found) if found is not None else None
 
     def stop(reason: str) -> None:
         logger.info("stopping reason=%s", reason)
@@ -178,7 +135,7 @@ def run(run_dir: Path, source: Path | None, listen: str) -> None:
         if following is not None:
             following.stop()
 
-    where = listen or ("" if source else config.weights.listen)
+    where = listen or ("" if following is not None else config.weights.listen)
     served = serving(layout, where, insecure=config.weights.insecure) if where else None
     try:
         with signals(stop):
@@ -193,3 +150,10 @@ def run(run_dir: Path, source: Path | None, listen: str) -> None:
             layout.stream.unlink(missing_ok=True)
         if following is not None:
             following.close()
+
+
+def _source(layout: RunLayout, source: Path | None) -> Source | None:
+    """Return where the weights come from; None if a trainer of this host writes them."""
+    if source is not None:
+        return RunSource(RunLayout(source), layout.root.name)
+    return BrokerSource(layout) if layout.connection.exists() else None

@@ -19,8 +19,8 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.log_throttle import LogThrottle
+from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.schemas.errors import AddressInUseError, RolloutMQError, WeightsNotSentError
-from rolloutmq.trainer.weights.stream import ticket
 from rolloutmq.trainer.weights.stream.channel import Channel
 from rolloutmq.trainer.weights.stream.chunks import decoded as decoded_table
 from rolloutmq.trainer.weights.stream.chunks import unknown

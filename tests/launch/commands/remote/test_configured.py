@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.mirror.shared_config import shared
-from rolloutmq.launch.commands.remote.configured import reading, rolling, told, training
+from rolloutmq.launch.commands.remote.configured import reading, receiving, rolling, told, training
 from rolloutmq.launch.commands.remote.own_code import OwnCode
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.errors import ConfigError
@@ -45,3 +46,20 @@ def test_a_model_by_path_is_named_on_this_host(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--model: there is no directory"):
         training(tmp_path / "missing")(data, layout)
     assert training(tmp_path)(data, layout).model.path == str(tmp_path)
+
+
+def test_a_relay_needs_a_run_that_streams_its_weights(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"weights\.backend: must be stream, .*\(got posix_shm\)"):
+        receiving(shared(validate(TRAINED)), RunLayout(tmp_path))
+
+
+def test_a_relay_keeps_what_an_engine_beside_has_chosen(tmp_path: Path) -> None:
+    layout, model = RunLayout(tmp_path), tmp_path / "model"
+    model.mkdir()
+    data = shared(validate({**TRAINED, "weights": {"backend": "stream"}}))
+    assert receiving(data, layout).model.path == str(layout.model)
+    chosen = training(model)(data, layout)
+    inference = chosen.inference.model_copy(update={"port": 8123})
+    write_json(layout.config, chosen.model_copy(update={"inference": inference}))
+    found = receiving(data, layout)
+    assert (found.inference.port, found.model.path) == (8123, str(model))

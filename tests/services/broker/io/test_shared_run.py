@@ -1,5 +1,6 @@
 """What the broker tells other hosts of its directory: what is on the lists, in parts, and nothing else."""
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ import pytest
 
 from rolloutmq.bus.engine_registry import engines_of
 from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.joining import (
     PART_BYTES,
@@ -20,7 +22,9 @@ from rolloutmq.schemas.wire.joining import (
     FilePart,
     GetFile,
     GetRun,
+    GetWeightsTicket,
     RunReply,
+    WeightsTicket,
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.io.shared_run import GONE_S, KEPT_S, SharedRun
@@ -169,3 +173,33 @@ def test_what_is_no_engine_of_another_host_writes_nothing(
     reply = refusal(shared_of(run_dir).answer(wrong, 0.0))
     assert (reply.code, problem in reply.detail) == (ErrorCode.INVALID, True)
     assert sorted(run_dir.iterdir()) == before
+
+
+STREAMED: Any = {"weights": {"backend": "stream"}}
+
+
+def test_a_ticket_is_made_for_the_key_that_asks(run_dir: Path) -> None:
+    secret = ticket.new_secret()
+    address = StreamAddress(host="127.0.0.1", port=7764, secret=secret, sealed=True, sender=(1, 2, 3))
+    write_json(RunLayout(run_dir).stream, address)
+    reply = shared_of(run_dir, **STREAMED).answer(GetWeightsTicket(), 0.0, "engine-7")
+    assert isinstance(reply, WeightsTicket)
+    assert (reply.port, reply.sealed) == (7764, True)
+    assert reply.key == ticket.key_of(secret, reply.shown)
+    assert ticket.read(reply.shown, time.time()).name == "engine-7"
+    assert secret not in repr(reply)
+
+
+def test_without_a_relay_there_is_no_ticket(run_dir: Path) -> None:
+    run = shared_of(run_dir, **STREAMED)
+    assert "does not serve them yet" in refusal(run.answer(GetWeightsTicket(), 0.0)).detail
+    for damaged in (b"", b"{", b'{"host": 1}'):
+        RunLayout(run_dir).stream.write_bytes(damaged)
+        assert "cannot be read" in refusal(run.answer(GetWeightsTicket(), 0.0)).detail
+    write_json(
+        RunLayout(run_dir).stream,
+        StreamAddress(host="h", port=1, secret="no hex", sealed=True, sender=(1, 2, 3)),
+    )
+    assert "cannot be read" in refusal(run.answer(GetWeightsTicket(), 0.0)).detail
+    other = refusal(shared_of(run_dir).answer(GetWeightsTicket(), 0.0))
+    assert other.detail == "weights.backend: must be stream for other hosts (got posix_shm)"

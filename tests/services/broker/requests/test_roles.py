@@ -7,6 +7,7 @@ import pytest
 from rolloutmq.bus.encoding import topics
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.wire.control import Drain, GetStatus, Reset, SetValues, Shutdown
+from rolloutmq.schemas.wire.joining import GetWeightsTicket
 from rolloutmq.schemas.wire.requests import GetInfo, Pull, RegisterProducer, Request
 from rolloutmq.services.broker.requests.roles import HEARS, REQUESTS, TELLS, hears, refusal, tells
 
@@ -42,6 +43,14 @@ def test_refusals_name_key_role_and_remedy() -> None:
         refusal("m", Role.MONITOR, Pull)
         == "key m (role monitor) may not pull batches; use a key of role admin or trainer"
     )
+
+
+def test_engines_and_trainers_get_the_weights() -> None:
+    assert [role for role in Role if not refusal("k", role, GetWeightsTicket)] == [
+        Role.TRAINER,
+        Role.ENGINE,
+        Role.ADMIN,
+    ]
 
 
 @pytest.mark.parametrize("kind", [Drain, Reset, Shutdown, SetValues])

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.schemas.files import RunLayout, StreamAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.stream import ticket
 from rolloutmq.trainer.weights.stream.channel import Channel
 from rolloutmq.trainer.weights.stream.receiver import Receiver
 from rolloutmq.trainer.weights.stream.relay import serving

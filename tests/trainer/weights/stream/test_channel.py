@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.schemas.errors import (
     LimitExceededError,
     MalformedError,
@@ -20,7 +21,6 @@ from rolloutmq.schemas.errors import (
     WeightsNotSentError,
 )
 from rolloutmq.trainer.weights.stream import channel as channel_module
-from rolloutmq.trainer.weights.stream import ticket
 from rolloutmq.trainer.weights.stream.channel import MAGIC, Channel, require_cipher
 from rolloutmq.trainer.weights.stream.messages import HEADER, Kind
 

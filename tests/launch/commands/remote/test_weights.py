@@ -1,0 +1,213 @@
+"""A relay and an engine join a run that streams its weights: from another home, by loopback TCP, with keys."""
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.launch.commands.remote.hosts import LIMIT_S, Hosts, end, hosts_at, wait_until
+
+from rolloutmq.bus.engine_registry import engines_of
+from rolloutmq.bus.rundir import load_run, read_json, write_json
+from rolloutmq.bus.shm import segment_file
+from rolloutmq.bus.transport.keys.bundle import load_keys
+from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.errors import RefusedError
+from rolloutmq.schemas.files import RunLayout, StreamAddress
+from rolloutmq.schemas.network.keys import Role
+from rolloutmq.schemas.process import python_command
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.joining import GetWeightsTicket
+from rolloutmq.trainer.policy.model import build_policy, write_identity
+from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
+from rolloutmq.trainer.weights.posix_shm import WeightShare
+
+V = PolicyVersion
+SEALED = pytest.param(
+    "tcp://0.0.0.0:0",
+    marks=pytest.mark.skipif(
+        importlib.util.find_spec("cryptography") is None,
+        reason="encrypted weights need the extra cluster: cryptography is missing",
+    ),
+)
+
+
+class Run:
+    """A run whose trainer is this process; its broker and its relay are processes."""
+
+    def __init__(self, hosts: Hosts, listen: str) -> None:
+        self.hosts = hosts
+        config = validate(
+            {
+                "run": {"name": "streamed"},
+                "broker": {"listen": f"tcp://127.0.0.1:{hosts.port}", "keys": "keys"},
+                "weights": {"backend": "stream", "listen": listen},
+            }
+        )
+        layout = hosts.layout
+        write_json(layout.config, config.model_copy(update={"base_dir": hosts.root}))
+        self.policy = build_policy(config.model, 0)
+        write_identity(self.policy, config.model, layout.model)
+        self.share = WeightShare.create_or_adopt(
+            self.policy, layout.weights, version=V(0, 0), tokenizer=directory_fingerprint(layout.model)
+        )
+        self.broker = hosts.broker()
+        self.start_relay()
+
+    def start_relay(self) -> None:
+        """Start the relay of the run's host, and wait until it serves."""
+        root = self.hosts.layout.root
+        self.hosts.layout.stream.unlink(missing_ok=True)
+        words = python_command(
+            sys.executable, "rolloutmq.launch.service_process", "relay", "--run-dir", str(root)
+        )
+        with (self.hosts.root / "relay.log").open("ab") as log:
+            self.relay = subprocess.Popen(words, stdout=log, stderr=log, env=dict(os.environ))
+        wait_until(self.hosts.layout.stream.exists, "the relay of the run")
+
+    def step(self, number: int) -> None:
+        with self.share.writing(V(0, number)), torch.no_grad():
+            next(iter(self.policy.parameters())).add_(0.5)
+
+    def way(self, role: Role, name: str = "") -> tuple[str, ...]:
+        key = self.hosts.key(name or role.value, role)
+        return "--connect", self.hosts.address, "--key", str(key), "--run-dir", str(self.mirror.root)
+
+    @property
+    def mirror(self) -> RunLayout:
+        """Directory of the other host."""
+        return RunLayout(self.hosts.home / "mirror")
+
+    def received(self, version: PolicyVersion) -> None:
+        wait_until(lambda: self.version() == version, f"{version} on the other host")
+
+    def version(self) -> PolicyVersion | None:
+        address = segment_file.read_address(self.mirror.weights)
+        if address is None:
+            return None
+        with torch.device("meta"):
+            model = build_policy(load_run(self.mirror.root)[0].model, 0)
+        tokenizer = directory_fingerprint(self.mirror.model)
+        share = WeightShare.attach(model, self.mirror.weights, tokenizer=tokenizer)
+        try:
+            return share.version
+        finally:
+            share.close()
+
+    def close(self) -> None:
+        self.relay.kill()
+        self.relay.wait()
+        self.hosts.close()
+        self.share.close(unlink=True)
+        del self.policy, self.share
+        gc.collect()
+        segment_file.sweep(kind="stage")
+
+
+@contextmanager
+def streamed(root: Path, listen: str = "tcp://127.0.0.1:0") -> Iterator[Run]:
+    with hosts_at(root) as hosts:
+        run = Run(hosts, listen)
+        mirror = run.mirror.weights
+        try:
+            yield run
+        finally:
+            saved = mirror.read_bytes() if mirror.exists() else b""
+            try:
+                run.close()
+            finally:
+                if saved:
+                    left = root / "weights.json"
+                    left.write_bytes(saved)
+                    segment_file.sweep(left)
+
+
+def sampled(url: str) -> list[dict[str, Any]]:
+    """Return the versions with which an engine sampled; none while it has no weights."""
+    body = json.dumps({"model": "policy", "prompt": [1, 5, 6], "max_tokens": 3}).encode()
+    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    with (
+        contextlib.suppress(urllib.error.HTTPError),
+        urllib.request.urlopen(request, timeout=LIMIT_S) as reply,
+    ):
+        return [span["version"] for span in json.load(reply)["choices"][0]["weight_versions"]]
+    return []
+
+
+def samples(url: str, wanted: list[dict[str, Any]]) -> bool:
+    return sampled(url) == wanted
+
+
+@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", SEALED])
+def test_a_joined_engine_samples_with_the_newest_version(tmp_path: Path, listen: str) -> None:
+    with streamed(tmp_path, listen) as run:
+        address = read_json(run.hosts.layout.stream, StreamAddress)
+        assert address is not None
+        assert address.sealed == (listen != "tcp://127.0.0.1:0")
+        relay = run.hosts.start("relay", *run.way(Role.TRAINER), log="joined-relay.log")
+        engine = run.hosts.start("engine", *run.way(Role.ENGINE), "--name", "far", log="engine.log")
+        wait_until(
+            lambda: [one.name for one in engines_of(run.hosts.layout)] == ["inference.far"], "the engine"
+        )
+        url = engines_of(run.hosts.layout)[0].url
+        for number in (1, 2):
+            run.step(number)
+            wanted = [{"incarnation": 0, "step": number}]
+            wait_until(partial(samples, url, wanted), f"step {number}")
+        assert "name=trainer " in run.hosts.log("relay.log"), "the sender knows the name of the key"
+        assert end(engine) == 0
+        assert end(relay) == 0
+
+
+def test_a_key_of_another_role_gets_no_weights(tmp_path: Path) -> None:
+    said = "key worker-7 (role worker) may not get the weights; use a key of role admin or engine or trainer"
+    with streamed(tmp_path) as run:
+        refused = run.hosts.run("relay", *run.way(Role.WORKER, "worker-7"))
+        assert refused.returncode
+        assert said in " ".join(refused.stderr.split())
+        keys = load_keys(run.hosts.root / "worker-7.key")
+        with BlockingClient(run.hosts.address, keys=keys) as client, pytest.raises(RefusedError) as broker:
+            client.request(GetWeightsTicket(), LIMIT_S)
+        assert said in str(broker.value)
+
+
+def test_the_broker_restarts_and_a_revoked_key_gets_no_ticket(tmp_path: Path) -> None:
+    with streamed(tmp_path) as run:
+        way = run.way(Role.ENGINE, "engine-7")
+        relay = run.hosts.start("relay", *way, log="joined-relay.log")
+        run.received(V(0, 0))
+        end(run.broker, signal.SIGTERM)
+        run.step(1)
+        run.received(V(0, 1))  # the connection of the weights needs no broker
+        run.relay.send_signal(signal.SIGTERM)
+        assert run.relay.wait(LIMIT_S) == 0
+        run.hosts.broker()
+        run.start_relay()
+        run.step(2)
+        run.received(V(0, 2))  # with a ticket of the new broker for the new relay
+        run.hosts.keys.revoke("engine-7")
+        run.relay.kill()
+        run.relay.wait()
+        run.start_relay()
+        run.step(3)
+        log = run.mirror.log("relay")
+        wait_until(
+            lambda: "revoked or unknown" in run.hosts.log("joined-relay.log") + log.read_text(), "the refusal"
+        )
+        assert run.version() == V(0, 2), "engines keep the version that they have"
+        assert "name=engine-7" not in run.hosts.log("relay.log").rpartition("serving weights")[2]
+        end(relay)
