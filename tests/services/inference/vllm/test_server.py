@@ -1,6 +1,7 @@
 """The engine around a simulated vLLM: responses to workers, and the end of the process."""
 
 import asyncio
+import errno
 import os
 import signal
 import sys
@@ -290,14 +291,31 @@ async def test_what_fails_while_it_watches_ends_the_engine(
     layout: RunLayout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(_self: WeightShare) -> bool:
-        raise OSError("the address cannot be read")
+        raise ValueError("the address is damaged")
 
     async with serving(layout) as client:
         monkeypatch.setattr(WeightShare, "is_replaced", fails)
         async with asyncio.timeout(DEADLINE_S):
-            with pytest.raises(OSError, match="cannot be read"):
+            with pytest.raises(ValueError, match="is damaged"):
                 await asyncio.shield(client.task)
         monkeypatch.undo()
+
+
+async def test_a_look_that_the_system_refuses_is_repeated(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = asyncio.Event()
+
+    def refused(_self: WeightShare) -> bool:
+        looked.set()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async with serving(layout) as client:
+        with monkeypatch.context() as without_descriptors:
+            without_descriptors.setattr(WeightShare, "is_replaced", refused)
+            async with asyncio.timeout(DEADLINE_S):
+                await looked.wait()
+                await client.ask([8])
 
 
 @pytest.mark.parametrize("where", ["health", "attach"])
