@@ -18,7 +18,7 @@ import google_crc32c
 import zmq
 from msgspec.msgpack import decode, encode  # plain msgpack of dicts and lists
 
-PROTOCOL, TRAIN, BOOL, I32, F64 = 3, 0, 0, 5, 12
+PROTOCOL, TRAIN, BOOL, I32, F64 = 4, 0, 0, 5, 12
 TABLE = [[["tokens", I32, 1, ""], ["mask", BOOL, 1, "tokens"], ["scores", F64, 0, ""]]]
 
 

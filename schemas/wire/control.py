@@ -53,6 +53,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         clock_offset_s: Seconds that the broker's wall clock is ahead of the worker's, by the round trips of earlier
             heartbeats.
         clock_error_s: Bound of the error of `clock_offset_s`, half the shortest round trip; 0 before the first one.
+        joined: It joined by itself, from a copy of the run directory; the orchestrator does not own it.
     """
 
     worker: Name
@@ -72,6 +73,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
     waits_for: Annotated[str, Meta(max_length=1000)] = ""
     clock_offset_s: Seconds = 0.0
     clock_error_s: Seconds = 0.0
+    joined: bool = False
 
 
 class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=True):
@@ -265,6 +267,8 @@ class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
     late_members: Count = 0
     untaught: Count = 0
     waits_for: str = ""
+    joined: bool = False
+    """It joined by itself; the orchestrator does not own it."""
 
     @property
     def is_silent(self) -> bool:

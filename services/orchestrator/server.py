@@ -487,7 +487,7 @@ class Orchestrator:
         age_s = time.monotonic() - self._client.heard_at
         found: defaultdict[str, list[WorkerStatus]] = defaultdict(list)
         for status in pressure.workers if pressure is not None else ():
-            lives = status.state not in {WorkerState.GONE, WorkerState.FAILED}
+            lives = status.joined and status.state not in {WorkerState.GONE, WorkerState.FAILED}
             if lives and status.worker not in views and status.silent_s + age_s <= SILENT_S:
                 found[status.env].append(status)
         return found

@@ -111,6 +111,7 @@ class Worker:
         if evaluated and self.section.split == "eval":
             self.section = _answering(self.section, self.section.concurrency)
         self._drain_s = self.config.orchestrator.drain_s(self.section.rollout_timeout_s)
+        self._joined = self.layout.connection.exists()
         self.state = WorkerState.STARTING
         self.error = ""
         self._draining = asyncio.Event()
@@ -164,6 +165,7 @@ class Worker:
             completions=self._counting.completions if self._counting else 0,
             completion_tokens=self._counting.tokens if self._counting else 0,
             waits_for=self._teacher.wait(time.monotonic()) if self._teacher else "",
+            joined=self._joined,
         )
 
     async def run(self, stop: Stop) -> None:

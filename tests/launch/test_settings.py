@@ -143,7 +143,7 @@ def test_variables_without_nesting_are_not_ours(file: Path) -> None:
         ("orchestrator.scaling.up_factor=1", "orchestrator.scaling.up_factor", ["greater than 1"]),
         ("model.heads=3", "model.hidden_size", ["multiple of heads"]),
         ("inference.kind=external", "inference.url", ["must be given"]),
-        ("weights.backend=tape", "weights.backend", ["'vllm_http' or 'cuda_ipc'", "'tape'"]),
+        ("weights.backend=tape", "weights.backend", ["'cuda_ipc' or 'stream'", "'tape'"]),
         ("weights.backend=vllm_http", "weights.backend", ["works only with vLLM", "`tiny`"]),
         (
             "inference.vllm.tensor_parallel=2",

@@ -156,6 +156,7 @@ class Workers:
                 late_members=beat.late_members,
                 untaught=beat.untaught,
                 waits_for=beat.waits_for,
+                joined=beat.joined,
             )
             for worker, (beat, at) in sorted(self._beats.items())
         )

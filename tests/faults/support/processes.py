@@ -608,7 +608,7 @@ def _worker(run_dir: str, args: str) -> int:
     task = msgspec.json.decode(args, type=Task)
     if task.line:
         push = sockets.producer_push
-        vars(uplink)["producer_push"] = lambda context, _: push(context, task.line)
+        vars(uplink)["producer_push"] = lambda context, _address, _keys: push(context, task.line)
     with Producer.blocking(
         Path(run_dir),
         env="e",

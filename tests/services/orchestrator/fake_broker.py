@@ -144,7 +144,10 @@ class FakeBroker:
             lanes=(self._lane(),),
             workers=(
                 *(self._status(name, pid) for name, pid in living(self.layout).items()),
-                *(replace(self._status(name, 9), state=state) for name, state in self.joined.items()),
+                *(
+                    replace(self._status(name, 9), state=state, joined=True)
+                    for name, state in self.joined.items()
+                ),
             ),
             wanted=self.wanted,
             restarts=self.restarts,
