@@ -81,6 +81,8 @@ class SharedRun:
         self._reply: tuple[RunReply, float] | None = None
         self._beats: dict[str, float] = {}
         """Time of the last heartbeat of each engine of another host."""
+        self._owners: dict[str, str] = {}
+        """Key that sends the heartbeats of an engine, as long as it is heard."""
         self._has_looked = False
 
     def answer(
@@ -99,7 +101,7 @@ class SharedRun:
             case GetFile():
                 return self._part(request)
             case EngineBeat():
-                return self._beat(request, now)
+                return self._beat(request, now, sender)
             case GetWeightsTicket():
                 return self._ticket(sender)
 
@@ -194,12 +196,17 @@ class SharedRun:
             return refuse(ErrorCode.UNKNOWN, f"name: {request.name} cannot be read ({error.strerror})")
         return FilePart(offset=request.offset, data=data, checksum=google_crc32c.value(data))
 
-    def _beat(self, beat: EngineBeat, now: float) -> Ok | ErrorReply:
+    def _beat(self, beat: EngineBeat, now: float, sender: str) -> Ok | ErrorReply:
         engine = beat.engine
         if not is_of_other_host(engine.name):
             return refuse(ErrorCode.INVALID, f"name: must be inference.NAME (got {engine.name!r})")
         if _URL.fullmatch(engine.url) is None:
             return refuse(ErrorCode.INVALID, f"url: must be http://HOST:PORT (got {engine.url!r})")
+        if sender and self._owners.get(engine.name, sender) != sender:
+            return refuse(
+                ErrorCode.FORBIDDEN,
+                f"name: belongs to another key (got {engine.name} with key {sender}); use another name",
+            )
         if beat.ends:
             self._remove(engine.name)
             return Ok()
@@ -210,6 +217,8 @@ class SharedRun:
         if engine.name not in self._beats:
             logger.info("engine of another host name=%s url=%s host=%s", engine.name, engine.url, beat.host)
         self._beats[engine.name] = now
+        if sender:
+            self._owners[engine.name] = sender
         try:
             write_json(
                 self._layout.engine(engine.name),
@@ -246,6 +255,7 @@ class SharedRun:
 
     def _remove(self, name: str) -> None:
         self._beats.pop(name, None)
+        self._owners.pop(name, None)
         self._layout.engine(name).unlink(missing_ok=True)
 
 

@@ -145,6 +145,19 @@ def test_an_engine_of_another_host_is_known_here_while_it_is_heard(run_dir: Path
     assert engines_of(layout) == []
 
 
+def test_an_engine_belongs_to_its_key_as_long_as_it_is_heard(run_dir: Path) -> None:
+    layout, run = RunLayout(run_dir), shared_of(run_dir)
+    run.answer(beat(), 0.0, "engine-7")
+    for stolen in (beat(url="http://elsewhere:8000"), beat(ends=True)):
+        reply = refusal(run.answer(stolen, 1.0, "engine-8"))
+        assert reply.code is ErrorCode.FORBIDDEN
+        assert "inference.gpu7 with key engine-8" in reply.detail
+    assert [one.url for one in engines_of(layout)] == ["http://gpu7:8000"]
+    run.answer(beat(ends=True), 1.0, "engine-7")
+    run.answer(beat(url="http://elsewhere:8000"), 2.0, "engine-8")
+    assert [one.url for one in engines_of(layout)] == ["http://elsewhere:8000"]
+
+
 def test_engines_that_an_earlier_broker_knew_are_forgotten_too(run_dir: Path) -> None:
     served(run_dir, "inference.gpu7", "http://gpu7:9")
     served(run_dir, "inference", "http://127.0.0.1:9")
