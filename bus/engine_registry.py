@@ -6,16 +6,20 @@ file in the run directory once a second. An engine with an unchanged file is dea
 with their own monotonic clock, so wall clocks do not matter.
 """
 
+import hashlib
 import logging
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Final, NamedTuple
+from urllib.parse import urlsplit
 
 import msgspec
 
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.network.address import is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +66,26 @@ def engines_of(layout: RunLayout) -> list[InferenceAddress]:
 def engine_files(layout: RunLayout) -> list[tuple[str, Path]]:
     """Return name and address file of each engine."""
     return [(name, layout.engine(name)) for name in _names(layout)]
+
+
+@cache
+def own_network() -> str:
+    """Return the network of this process: another one than that of any other host or network namespace.
+
+    Empty where the system does not tell.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        space = Path("/proc/self/ns/net").readlink()
+    except OSError:
+        return ""
+    return hashlib.blake2b(f"{boot} {space}".encode(), digest_size=16).hexdigest()
+
+
+def is_reachable(address: InferenceAddress) -> bool:
+    """Return whether this process may reach an engine: one on loopback serves its own network alone."""
+    host = urlsplit(address.url).hostname or ""
+    return not is_loopback(host) or address.network in {"", own_network()}
 
 
 def forget_engines(layout: RunLayout) -> None:

@@ -212,6 +212,8 @@ class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
     """It finishes its requests and accepts no new ones."""
     trouble: str = ""
     """Reason why it cannot sample now, as in its `/health`; empty if it can."""
+    network: str = ""
+    """Network of its host, see `own_network`: a `url` on loopback is for processes of the same network alone."""
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,6 +37,7 @@ CONFIG_LIMIT_BYTES: Final = 1 << 20
 ENGINES_LIMIT: Final = 1024
 """Most engines that a reply tells, and most engines of other hosts."""
 URL_CHARS: Final = 512
+NETWORK_CHARS: Final = 64
 
 
 class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
@@ -53,6 +54,7 @@ class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
         busy: Part of the last seconds with generation, 0 to 1.
         draining: It accepts no new requests.
         trouble: Reason why it cannot sample now; empty if it can.
+        network: Network of its host. A URL on loopback is for processes of the same network alone.
     """
 
     name: Name
@@ -64,6 +66,7 @@ class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
     busy: float = 0.0
     draining: bool = False
     trouble: Annotated[str, Meta(max_length=200)] = ""
+    network: Annotated[str, Meta(max_length=NETWORK_CHARS)] = ""
 
 
 class SharedFile(Message, tag="shared_file", frozen=True, kw_only=True):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.bus.engine_registry import BEAT_S
+from rolloutmq.bus.engine_registry import BEAT_S, own_network
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.files import InferenceAddress
 
@@ -83,6 +83,7 @@ class EngineHeartbeat:
             busy=round(self._busy.part(self._busy_s(), time.monotonic()), 3),
             draining=self.draining,
             trouble=self._trouble(),
+            network=own_network(),
         )
         try:
             write_json(self._path, address)

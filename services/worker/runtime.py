@@ -28,7 +28,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
 
-from rolloutmq.bus.engine_registry import FIRST, engines_of
+from rolloutmq.bus.engine_registry import FIRST, engines_of, is_reachable
 from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.bus.files import PRIVATE_DIRECTORY
 from rolloutmq.bus.log_throttle import WaitLog
@@ -337,9 +337,8 @@ class Worker:
         # Another process writes the file: there is no event to wait for.
         while not self._addresses():
             if log.is_due("no engine", now := time.monotonic()):
-                waited_s, file = log.waited_s(now), self.layout.engine(FIRST)
                 logger.warning(
-                    "waiting for an inference server waited_s=%.0f: %s does not exist", waited_s, file
+                    "waiting for an inference server waited_s=%.0f: %s", log.waited_s(now), self._no_engine()
                 )
             await asyncio.sleep(FILE_POLL_S)
         rng = random.Random(f"{self.config.run.seed}/{self.name}/engines")
@@ -359,7 +358,13 @@ class Worker:
         inference = self.config.inference
         if inference.kind == "external":
             return [InferenceAddress(url=inference.url, pid=0)]
-        return engines_of(self.layout)
+        return [one for one in engines_of(self.layout) if is_reachable(one)]
+
+    def _no_engine(self) -> str:
+        apart = ", ".join(f"{one.name} ({one.url})" for one in engines_of(self.layout))
+        if apart:
+            return f"only its own host reaches {apart}; set `inference.host`, or start an engine on this host"
+        return f"{self.layout.engine(FIRST)} does not exist"
 
     async def _opened(self, stack: AsyncExitStack) -> Producer:
         section = self.section

@@ -1,5 +1,7 @@
 """Engines are found by their address files, and alive while these change."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from rolloutmq.bus.engine_registry import (
     engine_name,
     engine_number,
     engines_of,
+    is_reachable,
+    own_network,
 )
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.files import InferenceAddress, RunLayout
@@ -51,6 +55,32 @@ def test_an_address_of_an_earlier_version_is_understood(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     layout.inference.write_text('{"url": "http://x", "pid": 3}')
     assert engines_of(layout) == [InferenceAddress(url="http://x", pid=3)]
+
+
+@pytest.mark.parametrize(
+    ("url", "network", "reachable"),
+    [
+        ("http://127.0.0.1:1", own_network(), True),
+        ("http://127.0.0.1:1", "another host", False),
+        ("http://[::1]:1", "another host", False),
+        ("http://127.0.0.1:1", "", True),  # of an earlier version
+        ("http://gpu7:1", "another host", True),
+    ],
+)
+def test_loopback_reaches_engines_of_the_same_network_alone(url: str, network: str, reachable: bool) -> None:
+    assert is_reachable(InferenceAddress(url=url, pid=1, network=network)) == reachable
+
+
+def test_another_network_namespace_has_another_name() -> None:
+    told = "from rolloutmq.bus.engine_registry import own_network as n; print(n())"
+    command = ["unshare", "-Urn", sys.executable, "-c", told]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except FileNotFoundError:
+        pytest.skip("unshare is missing")
+    if found.returncode:
+        pytest.skip(f"no network namespace for this user: {found.stderr}")
+    assert found.stdout.strip() not in {"", own_network()}
 
 
 def test_an_address_that_stands_still_is_silent_until_it_moves() -> None:

@@ -16,7 +16,7 @@ from typing import Final
 
 import google_crc32c
 
-from rolloutmq.bus.log_throttle import WaitLog
+from rolloutmq.bus.log_throttle import LogThrottle, WaitLog
 from rolloutmq.bus.transport.endpoint import info_of
 from rolloutmq.bus.transport.keys.bundle import CurveKeys, load_bundle, load_keys
 from rolloutmq.bus.transport.mirror.place import directory_of
@@ -83,6 +83,7 @@ class Mirror:
         """Address and epoch of the written endpoints."""
         self._next = 0
         self._log = WaitLog()
+        self._unwritten = LogThrottle()
         self._news = asyncio.Event()
 
     @property
@@ -142,17 +143,21 @@ class Mirror:
             return
         copy = self._copy(reply.run, client.address)
         self.run_name = reply.run
-        if self._place != (client.address, reply.epoch):
-            await self._find_sockets(client, copy)
-            self._place = client.address, reply.epoch
         try:
+            if self._place != (client.address, reply.epoch):
+                await self._find_sockets(client, copy)
+                self._place = client.address, reply.epoch
             copy.take_servers(reply, client.address)
             for file in copy.missing(reply.files):
                 copy.take_file(file, await _fetched(client, file))
-        except OSError as error:  # a full disk: what is there stays
-            logger.warning("directory of the run not written error=%s", error)
-        if reply.digest != self._digest:
-            self._take_config(copy, reply)
+            if reply.digest != self._digest:
+                self._take_config(copy, reply)
+        except OSError as error:
+            if not self.changes:  # nothing runs here yet, and the user sees the error
+                raise
+            # A full disk: what is there stays, and the next look tries again.
+            if self._unwritten.is_due(str(error), time.monotonic()):
+                logger.warning("directory of the run not written error=%s", error)
 
     def _copy(self, run: str, address: str) -> RunCopy:
         if self.copy is None:

@@ -100,11 +100,7 @@ class RunCopy:
     def _take_engine(self, engine: EngineState, address: str) -> None:
         path, url = self.layout.engine(engine.name), usable_url(engine.url, address)
         known = read_json(path, InferenceAddress) if path.exists() else None
-        if (
-            known is not None
-            and (known.url, known.pid) == (url, engine.pid)
-            and known.number >= engine.number
-        ):
+        if known is not None and _is_newer(known, engine, url) and not _is_left(path):
             return
         write_json(
             path,
@@ -118,6 +114,7 @@ class RunCopy:
                 busy=engine.busy,
                 draining=engine.draining,
                 trouble=engine.trouble,
+                network=engine.network,
             ),
         )
 
@@ -125,8 +122,22 @@ class RunCopy:
         """Remove engines that the run does not have any more. Those of this host itself write their files anew."""
         names = {engine.name for engine in told}
         for name, path in engine_files(self.layout):
-            if name not in names and time.time() - path.stat().st_mtime > SILENT_S:
+            if name not in names and _is_left(path):
                 path.unlink(missing_ok=True)
+
+
+def _is_newer(known: InferenceAddress, told: EngineState, url: str) -> bool:
+    """Return whether a file is newer than what the run tells: the engine may be of this host, in its next life.
+
+    Both times are by the clock of the engine's host.
+    """
+    is_same_life = (known.url, known.pid) == (url, told.pid)
+    return known.number >= told.number if is_same_life else known.at > told.at
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether nobody has written a file for long: an engine of this host writes its own anew every second."""
+    return time.time() - path.stat().st_mtime > SILENT_S
 
 
 def _write_if_other(path: Path, address: InferenceAddress) -> None:

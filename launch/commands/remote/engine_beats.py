@@ -117,6 +117,7 @@ class EngineBeats:
             busy=found.busy,
             draining=found.draining,
             trouble=found.trouble[:200],
+            network=found.network,
         )
         try:
             async with BrokerClient(endpoints.serve, keys=mirror.keys()) as client:

@@ -30,6 +30,7 @@ from rolloutmq.schemas.wire.joining import (
     CONFIG_LIMIT_BYTES,
     ENGINES_LIMIT,
     FILE_LIMIT_BYTES,
+    NETWORK_CHARS,
     PART_BYTES,
     SHARED_FILES,
     URL_CHARS,
@@ -152,6 +153,7 @@ class SharedRun:
             busy=found.busy,
             draining=found.draining,
             trouble=found.trouble[:200],
+            network=found.network[:NETWORK_CHARS],
         )
 
     def _teacher(self) -> str:
@@ -232,6 +234,7 @@ class SharedRun:
                     busy=min(max(engine.busy, 0.0), 1.0),
                     draining=engine.draining,
                     trouble=engine.trouble,
+                    network=engine.network,
                 ),
             )
         except OSError as error:

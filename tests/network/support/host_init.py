@@ -59,7 +59,7 @@ def bind(source: Path, target: Path, *, read_only: bool = True) -> None:
 def build(root: Path, tmp: Path, names: Path, shared: list[Path]) -> None:
     """Mount the file system of the host below `root`."""
     mount("", Path("/"), "", MS_REC | MS_PRIVATE)
-    mount("none", root, "tmpfs", os.ST_NOSUID | os.ST_NODEV, "mode=755,size=1m")
+    mount("none", root, "tmpfs", os.ST_NOSUID | os.ST_NODEV, "mode=755,size=64m")
     for name in SYSTEM:
         source = Path("/", name)
         if source.is_symlink():

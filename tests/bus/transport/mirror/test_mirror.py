@@ -1,8 +1,10 @@
 """The mirror follows a run of another host: over the address that answers, through restarts, with whole files only."""
 
 import asyncio
+import errno
+import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.mirror import mirror as mirroring
+from rolloutmq.bus.transport.mirror import run_copy
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.sockets import Channel, make_context
 from rolloutmq.schemas.config.run import RunConfig
@@ -120,6 +123,50 @@ async def test_files_of_the_model_follow(run_dir: Path, tmp_path: Path) -> None:
             assert (own.model / "tokenizer.json").read_bytes() == data
             (layout.model / "tokenizer.json").write_bytes(b"{}")
             await until(lambda: (own.model / "tokenizer.json").read_bytes() == b"{}")
+
+
+async def test_a_full_disk_ends_nothing_and_is_told(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout, own = RunLayout(run_dir), RunLayout(tmp_path / "own")
+    full = asyncio.Event()
+    write = run_copy.write_json
+
+    def write_if_room(path: Path, value: object) -> None:
+        if full.is_set():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(path, value)
+
+    monkeypatch.setattr(run_copy, "write_json", write_if_room)
+    with ExitStack() as lives:
+        address = lives.enter_context(running_broker(config(), layout)).endpoints.listen[0]
+        mirror = Mirror(Connection(addresses=(address,)), accept, own.root)
+        async with mirrored(mirror) as task:
+            await mirror.ready()
+            first = read_endpoints(own.root)
+            full.set()
+            lives.close()
+            again = {**INSECURE, "listen": address}
+            lives.enter_context(running_broker(config(broker=again, trainer={"steps": 7}), layout))
+            await until(lambda: "No space left" in caplog.text or task.done())
+            assert not task.done()
+            assert read_endpoints(own.root) == first
+            full.clear()
+            await until(lambda: mirror.changes == 2)
+            assert read_endpoints(own.root) != first
+
+
+async def test_a_directory_that_cannot_be_written_at_the_start_is_raised(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path, _value: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_copy, "write_json", refuse)
+    with running_broker(config(), RunLayout(run_dir)) as broker:
+        mirror = Mirror(Connection(addresses=(broker.endpoints.listen[0],)), accept, tmp_path / "own")
+        with pytest.raises(OSError, match="No space left"):
+            await asyncio.wait_for(mirror.run(), 30)
 
 
 @asynccontextmanager

@@ -50,6 +50,19 @@ def test_an_engine_of_this_host_is_not_set_back(copy: RunCopy) -> None:
     assert path.exists()
 
 
+def test_the_next_life_of_an_engine_of_this_host_is_not_replaced_by_the_last(copy: RunCopy) -> None:
+    """Else the mirror and the engine wrote the file in turn, and the broker heard of the dead one."""
+    path = copy.layout.engine("inference.here")
+    own = InferenceAddress(url="http://127.0.0.1:2", pid=8, name="inference.here", number=1, at=50.0)
+    write_json(path, own)
+    last = EngineState(name="inference.here", url="http://127.0.0.1:1", pid=7, number=99, at=49.0)
+    copy.take_servers(reply(last), ADDRESS)
+    assert read_json(path, InferenceAddress) == own
+    os.utime(path, (0.0, 0.0))  # nobody writes it any more: the run knows better
+    copy.take_servers(reply(last), ADDRESS)
+    assert [one.pid for one in engines_of(copy.layout)] == [7]
+
+
 @pytest.mark.parametrize(
     ("name", "url"),
     [("config", "http://h:1"), ("inference-x", "http://h:1"), ("inference", "file:///etc/passwd")],
