@@ -573,7 +573,7 @@ def drain(
     """Drain a worker: it finishes its running rollouts, then exits."""
     from rolloutmq.launch.commands import steer
 
-    where = mirrored(connect, key, run_dir) or to_change(run_dir)
+    where = mirrored(connect, key, run_dir, asks="Drain") or to_change(run_dir)
     raise typer.Exit(answered(lambda: steer.drain(where, worker), as_json=as_json))
 
 
@@ -595,7 +595,7 @@ def restart(
     """End a worker or an engine, and start another in its place; also a worker that was given up."""
     from rolloutmq.launch.commands import steer
 
-    where = mirrored(connect, key, run_dir) or to_change(run_dir)
+    where = mirrored(connect, key, run_dir, asks="RestartWorker") or to_change(run_dir)
     raise typer.Exit(answered(lambda: steer.restart(where, worker, at_once=now), as_json=as_json))
 
 
@@ -620,7 +620,7 @@ def scale(
     if count != "auto" and not count.isdecimal():
         raise typer.BadParameter("must be a number or `auto`", param_hint="count")
     wanted = None if count == "auto" else int(count)
-    where = mirrored(connect, key, run_dir) or to_change(run_dir)
+    where = mirrored(connect, key, run_dir, asks="SetWorkers") or to_change(run_dir)
     raise typer.Exit(answered(lambda: steer.scale(where, env, wanted), as_json=as_json))
 
 
@@ -637,7 +637,7 @@ def set_values(
     """Change settings of a running run atomically; changes survive a broker restart."""
     from rolloutmq.launch.commands import steer
 
-    where = mirrored(connect, key, run_dir) or to_change(run_dir)
+    where = mirrored(connect, key, run_dir, asks="SetValues") or to_change(run_dir)
     raise typer.Exit(answered(lambda: steer.set_values(where, values), as_json=as_json))
 
 
@@ -653,7 +653,7 @@ def cordon(
     """Keep new workers off a GPU; running workers stay."""
     from rolloutmq.launch.commands import gpus
 
-    where = mirrored(connect, key, run_dir) or to_change(run_dir)
+    where = mirrored(connect, key, run_dir, asks="CordonGpu") or to_change(run_dir)
     raise typer.Exit(answered(lambda: gpus.cordon(where, gpu, reason), as_json=as_json))
 
 
@@ -668,7 +668,7 @@ def uncordon(
     """Allow new workers on a cordoned GPU. The event that caused the cordon is ignored from now on."""
     from rolloutmq.launch.commands import gpus
 
-    where = mirrored(connect, key, run_dir) or to_change(run_dir)
+    where = mirrored(connect, key, run_dir, asks="UncordonGpu") or to_change(run_dir)
     raise typer.Exit(answered(lambda: gpus.uncordon(where, gpu), as_json=as_json))
 
 

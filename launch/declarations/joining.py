@@ -59,7 +59,7 @@ def join_engine(
     from rolloutmq.launch.commands.remote import programs
     from rolloutmq.launch.commands.remote.engine_beats import Served
 
-    way = programs.Way(connection(required(connect, "--connect"), key), run_dir, grace, name)
+    way = programs.Way(connection(required(connect, "--connect"), key, "EngineBeat"), run_dir, grace, name)
     raise typer.Exit(programs.join_engine(Served(host, port, advertise, insecure), model, way))
 
 

@@ -28,30 +28,43 @@ Key = Annotated[
 ]
 
 
-def connection(addresses: Sequence[str], key: Path | None) -> "Connection":
+def connection(addresses: Sequence[str], key: Path | None, asks: str) -> "Connection":
     """Return how this host reaches a run.
+
+    Args:
+        addresses: Addresses of its broker.
+        key: File of the key, if any.
+        asks: Type of the request that the command cannot do without.
 
     Raises:
         UsageError: An address is wrong.
         MissingError, NotPrivateError, ConfigError, UnusablePathError: The key cannot be used.
+        RefusedError: A key of its role may not send that request.
     """
     from rolloutmq.bus.transport.keys.bundle import load_bundle
     from rolloutmq.bus.transport.remote import require_tcp
+    from rolloutmq.schemas.errors import RefusedError
     from rolloutmq.schemas.files import Connection
+    from rolloutmq.schemas.wire.envelope import ErrorCode
+    from rolloutmq.services.broker.requests.roles import REQUESTS, refusal
 
     for address in addresses:
         require_tcp(address)
     if key is not None:
-        load_bundle(key.absolute())
+        bundle = load_bundle(key.absolute())
+        # The broker would say so too, but again and again, to a process that nobody looks at.
+        if why := refusal(bundle.name, bundle.role, {one.__name__: one for one in REQUESTS}[asks]):
+            raise RefusedError(ErrorCode.FORBIDDEN, why)
     return Connection(addresses=tuple(addresses), key=str(key.absolute()) if key is not None else "")
 
 
-def mirrored(connect: list[str] | None, key: Path | None, *runs: Path | None) -> Path | None:
+def mirrored(connect: list[str] | None, key: Path | None, *runs: Path | None, asks: str) -> Path | None:
     """Return a directory that is kept like that of the run of `--connect` until this process ends; None without it.
 
     Raises:
         BadParameter: A run directory is named too, or a key without an address.
         BrokerUnavailableError: The run does not answer.
+        RefusedError: A key of this role may not send a request of the type `asks`.
     """
     if not connect:
         if key is not None:
@@ -63,14 +76,14 @@ def mirrored(connect: list[str] | None, key: Path | None, *runs: Path | None) ->
         )
     from rolloutmq.launch.commands.remote.view import mirrored_view
 
-    return mirrored_view(connection(connect, key))
+    return mirrored_view(connection(connect, key, asks))
 
 
 def shown(
     connect: list[str] | None, key: Path | None, option: Path | None, argument: Path | None = None
 ) -> Path:
     """Return the directory of the run that a command reads: of `--connect`, else as `to_read`."""
-    return mirrored(connect, key, option, argument) or to_read(option, argument)
+    return mirrored(connect, key, option, argument, asks="GetStatus") or to_read(option, argument)
 
 
 def refuse_logs(connect: list[str] | None, name: str) -> None:

@@ -116,7 +116,7 @@ def worker(
     from rolloutmq.launch.commands.remote.own_code import OwnCode
 
     own = OwnCode.of(required(code, "--code"), allow_module or (), allow_variable or ())
-    way = programs.Way(connection(connect, key), run_dir, grace, name)
+    way = programs.Way(connection(connect, key, "RegisterProducer"), run_dir, grace, name)
     raise typer.Exit(programs.join_workers(required(env, "ENV"), count, own, way))
 
 
@@ -143,7 +143,7 @@ def relay(
         )
     from rolloutmq.launch.commands.remote import programs
 
-    way = programs.Way(connection(connect, key), run_dir, grace)
+    way = programs.Way(connection(connect, key, "GetWeightsTicket"), run_dir, grace)
     raise typer.Exit(programs.join_relay(listen, way))
 
 
@@ -178,7 +178,7 @@ def trainer(
     if connect:
         from rolloutmq.launch.commands.remote import programs
 
-        way = programs.Way(connection(connect, key), run_dir, grace)
+        way = programs.Way(connection(connect, key, "RegisterConsumer"), run_dir, grace)
         raise typer.Exit(programs.join_trainer(ranks, model, way))
     if len(ranks) > 1:
         raise typer.BadParameter("several ranks of one command need --connect", param_hint="--rank")

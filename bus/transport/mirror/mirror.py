@@ -25,6 +25,7 @@ from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
     ConfigError,
+    KeyRefusedError,
     MalformedError,
     RefusedError,
     WireError,
@@ -57,6 +58,7 @@ class Mirror:
         changes: Number of configurations so far.
         refused: Why the newest configuration was not accepted; None if it was.
         problem: What the mirror waits for; empty while the broker answers.
+        refusal: Why a broker last refused the key; None if it let it in since.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Mirror:
         self.changes = 0
         self.refused: ConfigError | None = None
         self.problem = "the run was not asked yet"
+        self.refusal: KeyRefusedError | None = None
         self.run_name = ""
         self._connection = connection
         self._accept = accept
@@ -124,6 +127,12 @@ class Mirror:
                         await self._look(client)
                         self._answered()
                         await asyncio.sleep(ASK_S)
+                except (
+                    KeyRefusedError
+                ) as error:  # it may be let in later: its key is replaced, or known by then
+                    self.refusal = error
+                    self._misses(error.problem)
+                    await asyncio.sleep(ASK_S)
                 except BrokerUnavailableError:
                     self._misses(f"no answer from {address}; check that the broker runs, and the address")
                 except (WireError, RefusedError) as error:
@@ -208,6 +217,7 @@ class Mirror:
         if self.problem:
             logger.info("run answers run=%s", self.run_name)
         self.problem = ""
+        self.refusal = None
         self._log.over()
 
     def _misses(self, problem: str) -> None:

@@ -37,6 +37,7 @@ class MirroredView:
         """Wait for the first answer, and return the directory.
 
         Raises:
+            KeyRefusedError: Its broker does not let this key in.
             BrokerUnavailableError: The run does not answer in time.
             RolloutMQError: It refuses, or tells what this version cannot read.
         """
@@ -44,6 +45,8 @@ class MirroredView:
         if self._error is not None:
             raise self._error
         if not self._ready.is_set():
+            if self._mirror.refusal is not None:
+                raise self._mirror.refusal
             raise BrokerUnavailableError(" or ".join(self._connection.addresses), timeout_s)
         return self._directory
 

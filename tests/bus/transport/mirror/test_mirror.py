@@ -13,7 +13,7 @@ import zmq
 from tests.bus.transport.listening import INSECURE
 
 from rolloutmq.bus.encoding import codec
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.mirror import mirror as mirroring
 from rolloutmq.bus.transport.mirror import run_copy
@@ -130,12 +130,11 @@ async def test_a_full_disk_ends_nothing_and_is_told(
 ) -> None:
     layout, own = RunLayout(run_dir), RunLayout(tmp_path / "own")
     full = asyncio.Event()
-    write = run_copy.write_json
 
     def write_if_room(path: Path, value: object) -> None:
         if full.is_set():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(path, value)
+        write_json(path, value)
 
     monkeypatch.setattr(run_copy, "write_json", write_if_room)
     with ExitStack() as lives:
