@@ -4,7 +4,7 @@
     another host     relay: receiver  ->  weights.json (relay)  ->  engines; with `listen` also a sender for more relays
 
 Beside a trainer it only reads; without one it owns the weights. It imports no torch, and works with any run directory.
-A source that is away, or refuses, is tried again without end; the log says why.
+A source that is away, or refuses, is tried again without end; the log says why. A missing package ends it.
 """
 
 import logging
@@ -17,7 +17,7 @@ from rolloutmq.bus.lifecycle import log_failure, set_up_logging, signals
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
-from rolloutmq.schemas.errors import ConfigError, RolloutMQError
+from rolloutmq.schemas.errors import ConfigError, PackageMissingError, RolloutMQError
 from rolloutmq.schemas.files import RunLayout, StreamAddress
 from rolloutmq.schemas.network.address import host_and_port, is_loopback
 from rolloutmq.trainer.weights.stream.channel import Channel, require_cipher
@@ -50,7 +50,11 @@ class Following:
             channel.interrupt()
 
     def run(self) -> None:
-        """Follow the source until asked to stop. Blocks."""
+        """Follow the source until asked to stop. Blocks.
+
+        Raises:
+            PackageMissingError: The weights are encrypted, and the package for it is not installed.
+        """
         pause = FIRST_PAUSE_S
         while not self._stopping.is_set():
             try:
@@ -59,6 +63,8 @@ class Following:
                 if self._stopping.is_set():
                     break
                 self._receiver.follow(self._channel)
+            except PackageMissingError:
+                raise
             except RolloutMQError as error:
                 self._complain(str(error))
                 self._stopping.wait(pause)
@@ -81,7 +87,7 @@ def serving(layout: RunLayout, listen: str, *, insecure: bool) -> tuple[Sender, 
     """Serve the weights of a run directory, and publish the address. Close both, the sender first.
 
     Raises:
-        MissingError: Other hosts can reach the address, and the package that encrypts is not installed.
+        PackageMissingError: Other hosts can reach the address, and the package that encrypts is not installed.
         ConfigError, AddressInUseError: The address is none, or it is taken.
     """
     if (parts := host_and_port(listen)) is None:

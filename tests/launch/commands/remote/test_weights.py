@@ -173,6 +173,21 @@ def test_a_joined_engine_samples_with_the_newest_version(tmp_path: Path, listen:
         assert end(relay) == 0
 
 
+@pytest.mark.parametrize("listen", [SEALED])
+def test_a_relay_without_the_extra_ends_and_names_it(
+    tmp_path: Path, listen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streamed(tmp_path, listen) as run:
+        absent = tmp_path / "absent" / "cryptography"
+        absent.mkdir(parents=True)
+        (absent / "__init__.py").write_text("raise ImportError('absent')\n")
+        monkeypatch.setenv("PYTHONPATH", f"{absent.parent}:{os.environ.get('PYTHONPATH', '')}")
+        ended = run.hosts.run("relay", *run.way(Role.ENGINE))
+        assert ended.returncode == 3, ended.stderr
+        assert "run pip install 'rolloutmq[cluster]'" in ended.stderr.splitlines()[-1]
+        assert not run.mirror.weights.exists()
+
+
 def test_a_key_of_another_role_gets_no_weights(tmp_path: Path) -> None:
     said = "key worker-7 (role worker) may not get the weights; use a key of role admin or engine or trainer"
     with streamed(tmp_path) as run:
