@@ -30,6 +30,7 @@ from rolloutmq.schemas.errors import (
     JournalFailedError,
     NothingToLearnError,
     NotPrivateError,
+    PackageMissingError,
     RecordVersionError,
     RolloutMQError,
     RunDirInUseError,
@@ -53,6 +54,7 @@ _HOPELESS: Final = (
     JournalFailedError,
     NothingToLearnError,
     NotPrivateError,
+    PackageMissingError,
     RecordVersionError,
     WorkersFailedError,
 )

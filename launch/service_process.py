@@ -90,11 +90,11 @@ def trainer(run_dir: Path, rank: int | str = 0) -> int:
     return main(run_dir, int(rank))
 
 
-def relay(run_dir: Path, source: Path | str | None = None, listen: str = "") -> int:
+def relay(run_dir: Path, source: Path | str | None = None, listen: str = "", behind: str = "") -> int:
     """Run the relay of the weights."""
     with gc_paused():
         from rolloutmq.trainer.weights.stream.relay import main
-    return main(run_dir, Path(source) if source else None, listen)
+    return main(run_dir, Path(source) if source else None, listen, behind)
 
 
 STARTS: Final[dict[str, Callable[..., int]]] = {
@@ -116,7 +116,7 @@ OPTIONS: Final = {
     "inference": {"engine"},
     "worker": {"worker"},
     "trainer": {"rank"},
-    "relay": {"source", "listen"},
+    "relay": {"source", "listen", "behind"},
 }
 """Options beside the run directory."""
 

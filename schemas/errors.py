@@ -498,6 +498,10 @@ class MissingError(ResourceError):
         return f"{self.what} {self.problem}: {self.remedy}"
 
 
+class PackageMissingError(MissingError):
+    """This machine lacks a package that a process needs; no restart helps before somebody installs it."""
+
+
 def install_remedy(extra: str) -> str:
     """Return how to install an optional part; torch for CPUs is a thirtieth of the build that pip takes by itself."""
     cpu = "; without a GPU first run pip install torch --index-url https://download.pytorch.org/whl/cpu"
@@ -594,8 +598,7 @@ class SegmentGoneError(RetryableError):
     """An address names shared memory that was removed or replaced; its owner will publish a new one."""
 
     def __init__(self, path: str, why: str) -> None:
-        self.path = path
-        self.why = why
+        self.path, self.why = path, why
 
     def __str__(self) -> str:
         return f"shared memory {self.path}: gone ({self.why}); retry once its owner has published a new one"
@@ -646,8 +649,7 @@ class WeightsDamagedError(RetryableError):
     """The files of a weight version differ from what was published; readers refuse them and wait for a newer one."""
 
     def __init__(self, path: str, problem: str) -> None:
-        self.path = path
-        self.problem = problem
+        self.path, self.problem = path, problem
 
     def __str__(self) -> str:
         return f"{self.path}: the weights are damaged: {self.problem}; readers wait for a newer version"
@@ -669,8 +671,7 @@ class WeightsNotWrittenError(ResourceError):
     """A weight version could not be written to disk; the version published before stays valid."""
 
     def __init__(self, path: str, why: str) -> None:
-        self.path = path
-        self.why = why
+        self.path, self.why = path, why
 
     def __str__(self) -> str:
         return f"{self.path}: the weights could not be written: {self.why}; the published version stays valid"
@@ -693,8 +694,7 @@ class SegmentInUseError(ResourceError):
     """Another live process owns the shared memory."""
 
     def __init__(self, path: str, pid: int) -> None:
-        self.path = path
-        self.pid = pid
+        self.path, self.pid = path, pid
 
     def __str__(self) -> str:
         return f"shared memory {self.path}: in use by process {self.pid}; end that process first"

@@ -21,6 +21,7 @@ doubts.log           posts that may not have been answered              gateway
 weights.json         address of the shared weights                      trainer
 weights/             weight versions, with the backend `disk`           trainer
 stream.json          address of the stream of weights                   relay
+relay.json           what a relay of received weights has, and waits for    relay
 stage.json           address of an unfinished transfer of weights       relay
 vllm.json            address of vLLM, with the backend `vllm_http`      inference server
 ranks.json           rendezvous address of several ranks                trainer
@@ -90,6 +91,7 @@ class RunLayout:
         self.weights = root / "weights.json"
         self.versions = root / VERSIONS
         self.stream = root / "stream.json"
+        self.relay = root / "relay.json"
         self.stage = root / "stage.json"
         self.vllm = root / "vllm.json"
         self.ranks = root / "ranks.json"
@@ -266,6 +268,17 @@ class StreamAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the transfers are encrypted."""
     sender: tuple[int, int, int]
     """Process of the sender, as `SentAddress.sender`."""
+
+
+class RelayState(msgspec.Struct, frozen=True, kw_only=True):
+    """`relay.json`: a relay that receives weights."""
+
+    number: int
+    """Grows by one with each heartbeat."""
+    version: PolicyVersion | None = None
+    """Version of the weights; None before the first."""
+    waits_for: str = ""
+    """What it waits for; empty if it has all."""
 
 
 class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):

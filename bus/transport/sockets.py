@@ -54,6 +54,11 @@ KEEPALIVE_IDLE_S: Final = 30
 KEEPALIVE_INTERVAL_S: Final = 10
 KEEPALIVE_PROBES: Final = 3
 """Unanswered probes before a peer counts as dead: one minute in total, instead of the system's eleven."""
+HEARTBEAT_MS: Final = 5000
+"""Time between two heartbeats of a connection of `events` or `publish` by TCP; see `_hear`."""
+SILENCE_MS: Final = 15000
+"""Silence after a heartbeat that ends such a connection: four retransmissions in a row on a way of 200 ms."""
+_ONE_WAY: Final = frozenset({zmq.PUB, zmq.SUB, zmq.XPUB, zmq.XSUB})
 
 
 def make_context(io_threads: int = 1) -> Context:
@@ -244,6 +249,7 @@ def bind_remote(socket: Socket, addresses: Sequence[str], secret: str) -> str:
     """
     socket.setsockopt(zmq.AFFINITY, REMOTE_THREAD)
     socket.setsockopt(zmq.IPV6, int(addresses[0].startswith("tcp://[")))
+    _hear(socket)
     if secret:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
@@ -304,8 +310,23 @@ def _made(context: Context, kind: int, *, hwm: int, linger_ms: int, max_frame_by
     return socket
 
 
+def _hear(socket: Socket) -> None:
+    """Let the next TCP connections of a socket end when the other side is silent, if it carries events.
+
+    Events go one way: a side that only waits would never learn that the way is gone, as a middlebox that forgot the
+    connection still answers the kernel's probes. Requests are repeated and groups resent by their clients, which then
+    connect anew. Those sockets have no heartbeats: they would wait behind megabytes, and end the connection of every
+    producer that the broker makes wait.
+    """
+    if socket.getsockopt(zmq.TYPE) in _ONE_WAY:
+        socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+
+
 def _connected(socket: Socket, address: str, keys: CurveKeys | None) -> Socket:
     socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
+    if address.startswith("tcp://"):
+        _hear(socket)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())

@@ -132,6 +132,22 @@ def relay(
     listen: Annotated[str, typer.Option(help="Address to serve the weights at: tcp://HOST:PORT.")] = "",
     connect: Connect = None,
     key: Key = None,
+    behind: Annotated[
+        str,
+        typer.Option(
+            help="With --connect: relay of a third host that sends the weights, relay.NAME.  [default: the run's]",
+            show_default=False,
+            metavar="RELAY",
+        ),
+    ] = "",
+    advertise: Annotated[
+        str,
+        typer.Option(
+            help="With --listen: host by which other relays reach it.  [default: the bound one]",
+            show_default=False,
+        ),
+    ] = "",
+    name: NameHere = "",
     grace: Grace = 25.0,
 ) -> None:
     """Run a relay: serve the weights of a run to other hosts, or with --connect receive those of another host."""
@@ -143,8 +159,8 @@ def relay(
         )
     from rolloutmq.launch.commands.remote import programs
 
-    way = programs.Way(connection(connect, key, "GetWeightsTicket"), run_dir, grace)
-    raise typer.Exit(programs.join_relay(listen, way))
+    way = programs.Way(connection(connect, key, "GetWeightsTicket"), run_dir, grace, name)
+    raise typer.Exit(programs.join_relay(programs.Passing(listen, advertise, behind), way))
 
 
 @app.command("serve-gateway", rich_help_panel=SERVICE, hidden=True)

@@ -142,6 +142,7 @@ JOINING_EXCHANGES: Final = (
     Exchange(joining.GetRun, (joining.RunReply,), "Reads only."),
     Exchange(joining.GetFile, (joining.FilePart,), "Reads only. The file has changed: error `unknown`."),
     Exchange(joining.EngineBeat, (replies.Ok,), "The address file is written again."),
+    Exchange(joining.RelayBeat, (replies.Ok,), "The relay counts as heard once more."),
     Exchange(joining.GetWeightsTicket, (joining.WeightsTicket,), "Another ticket is made."),
 )
 EXCHANGES: Final = (
@@ -220,6 +221,9 @@ EVENTS: Final = (
         "`telemetry.curriculum.ENV`",
         "curriculum",
         "after every `curriculum.NAME.report_every` outcomes",
+    ),
+    Published(
+        joining.NetworkStatus, "`telemetry.network.RUN`", "broker", "once a second, with `broker.listen`"
     ),
     Published(telemetry.HostSample, "`telemetry.host.HOST`", "telemetry", "periodically"),
     Published(telemetry.GpuSample, "`telemetry.gpu.UUID`", "telemetry", "periodically"),

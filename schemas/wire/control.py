@@ -8,6 +8,7 @@ from msgspec import Meta
 from rolloutmq.schemas.wire.envelope import Count, GroupHeader, GroupId, Message, Name, Seconds, Split
 from rolloutmq.schemas.wire.hardware import CordonGpu, GpuOrder, GpuOrdered, UncordonGpu
 from rolloutmq.schemas.wire.health import LaneScores
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.schemas.wire.tasks import TaskCounts
 
 
@@ -431,6 +432,8 @@ class StatusReply(Message, tag="status_reply", frozen=True, kw_only=True):
     """Settings with other values than in the configuration."""
     as_frames: dict[str, int] = {}
     """Groups accepted as frames instead of through shared memory since the start of the broker, by reason."""
+    network: NetworkStatus | None = None
+    """Other hosts, if the broker listens for them."""
 
 
 class StepDone(Message, tag="step_done", frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""Messages by which other hosts take part in a run: its configuration, engines, model's files, weights.
+"""Messages by which other hosts take part in a run: configuration, engines, model's files, weights, and their status.
 
 A host that joins has no file of the run. It asks for the run again and again, and keeps a directory of its own fresh by
 the replies. Nothing here names a path of either side: a file is known by one of the names in `SHARED_FILES`.
@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from rolloutmq.schemas.wire.envelope import Count, Message, Name, Seconds
+from rolloutmq.schemas.wire.envelope import Count, Message, Name, PolicyVersion, Seconds
 
 SHARED_FILES: Final = frozenset(
     {
@@ -38,6 +38,11 @@ ENGINES_LIMIT: Final = 1024
 """Most engines that a reply tells, and most engines of other hosts."""
 URL_CHARS: Final = 512
 NETWORK_CHARS: Final = 64
+KEYS_SHOWN: Final = 256
+"""Most keys, engines, relays and workers of one status, each."""
+HOSTS_SHOWN: Final = 8
+"""Most hosts of one key."""
+WAIT_CHARS: Final = 200
 
 
 class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
@@ -158,15 +163,48 @@ class EngineBeat(Message, tag="engine_beat", frozen=True, kw_only=True):
     ends: bool = False
 
 
+class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
+    """Heartbeat of a relay of another host, once a second.
+
+    Attributes:
+        name: Its name, `relay.NAME`.
+        host: Name of its host, for people.
+        at: Wall clock of its host, by which its tickets are valid.
+        version: Version of the weights that it has; None before the first.
+        waits_for: What it waits for; empty if it has all.
+        serves: Address for further relays, `tcp://HOST:PORT`; empty if it serves none.
+        secret: Secret of the tickets for that address.
+        sealed: Its transfers are encrypted.
+        ends: It ends in order.
+    """
+
+    name: Name
+    host: Annotated[str, Meta(max_length=255)] = ""
+    at: Seconds = 0.0
+    version: PolicyVersion | None = None
+    waits_for: Annotated[str, Meta(max_length=WAIT_CHARS)] = ""
+    serves: Annotated[str, Meta(max_length=URL_CHARS)] = ""
+    secret: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
+    sealed: bool = True
+    ends: bool = False
+
+
 class GetWeightsTicket(Message, tag="get_weights_ticket", frozen=True, kw_only=True):
-    """Ask for the weights, with the backend `stream`. The asker then shows the ticket to the relay of the run."""
+    """Ask for the weights, with the backend `stream`. The asker then shows the ticket to a relay.
+
+    Attributes:
+        relay: A relay of another host that serves them, `relay.NAME`; empty for that of the run.
+    """
+
+    relay: Annotated[str, Meta(max_length=64)] = ""
 
 
 class WeightsTicket(Message, tag="weights_ticket", frozen=True, kw_only=True):
     """Proof that the asker may have the weights, for one connection or more in the next two minutes.
 
     Attributes:
-        port: Port of the run's relay. Its host is the one by which the asker reached the broker.
+        port: Port of the relay.
+        host: Its host; empty for the one by which the asker reached the broker.
         shown: What the asker shows to the relay.
         key: Secret that it proves to have.
         sealed: The transfer is encrypted; the asker refuses one that is not.
@@ -176,7 +214,88 @@ class WeightsTicket(Message, tag="weights_ticket", frozen=True, kw_only=True):
     shown: Annotated[bytes, Meta(max_length=512)]
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
     sealed: bool
+    host: Annotated[str, Meta(max_length=255)] = ""
 
 
-JoiningRequest = GetRun | GetFile | EngineBeat | GetWeightsTicket
+class KeyUse(Message, tag="key_use", frozen=True, kw_only=True):
+    """Use of one key since the start of the broker.
+
+    Attributes:
+        name: Name of the key.
+        role: Its role; empty once it may not enter any more.
+        hosts: Addresses from which it has entered, at most `HOSTS_SHOWN`.
+        silent_s: Time since its last message. Subscriptions and heartbeats of a connection are none.
+        refused: Its refused messages, by what they asked for.
+    """
+
+    name: Name
+    role: str
+    hosts: tuple[str, ...] = ()
+    silent_s: Seconds = 0.0
+    refused: dict[str, int] = {}
+
+
+class JoinedEngine(Message, tag="joined_engine", frozen=True, kw_only=True):
+    """An engine of another host.
+
+    Attributes:
+        name: Its name, `inference.NAME`.
+        host: Its host.
+        key: Key of its heartbeats; empty without one.
+        silent_s: Time since the last one.
+    """
+
+    name: Name
+    host: str
+    key: str = ""
+    silent_s: Seconds = 0.0
+
+
+class JoinedRelay(Message, tag="joined_relay", frozen=True, kw_only=True):
+    """A relay of another host, which keeps the weights there fresh.
+
+    Attributes:
+        name: Its name, `relay.NAME`.
+        host: Its host.
+        key: Key of its heartbeats; empty without one.
+        silent_s: Time since the last one.
+        version: Version of the weights there; None before the first.
+        waits_for: What it waits for; empty if it has all.
+        serves: Address at which further relays get the weights; empty if it serves none.
+    """
+
+    name: Name
+    host: str
+    key: str = ""
+    silent_s: Seconds = 0.0
+    version: PolicyVersion | None = None
+    waits_for: Annotated[str, Meta(max_length=WAIT_CHARS)] = ""
+    serves: str = ""
+
+
+class NetworkStatus(Message, tag="network_status", frozen=True, kw_only=True):
+    """Other hosts of a run, published on `telemetry.network.RUN`.
+
+    Attributes:
+        listen: Address of the listener.
+        insecure: It asks for no key.
+        version: Newest version of the policy.
+        known_keys: Number of keys that may enter.
+        keys: Keys in use, those that were heard last first.
+        engines: Engines of other hosts.
+        relays: Relays of other hosts.
+        workers: Key of each worker that joined.
+    """
+
+    listen: str
+    insecure: bool = False
+    version: PolicyVersion = PolicyVersion()
+    known_keys: Count = 0
+    keys: tuple[KeyUse, ...] = ()
+    engines: tuple[JoinedEngine, ...] = ()
+    relays: tuple[JoinedRelay, ...] = ()
+    workers: dict[str, str] = {}
+
+
+JoiningRequest = GetRun | GetFile | EngineBeat | RelayBeat | GetWeightsTicket
 JoiningReply = RunReply | FilePart | WeightsTicket

@@ -7,6 +7,7 @@ from rolloutmq.schemas.wire.envelope import Count, Message, Seconds
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.schemas.wire.tracing import RolloutTrace
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
@@ -164,6 +165,7 @@ Event = (
     | CurriculumProgress
     | HealthFinding
     | RolloutTrace
+    | NetworkStatus
     | TelemetryEvent
 )
 """All events on `events` except `Ack` and `Drain`, which have one receiver."""

@@ -7,6 +7,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Endpoints
 from rolloutmq.schemas.wire.control import JournalStatus, Setting
 from rolloutmq.schemas.wire.envelope import ErrorCode, Split
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.schemas.wire.replies import Durability, ErrorReply, Wait
 from rolloutmq.services.broker.actions import Outbox
 from rolloutmq.services.broker.batches.builder import BatchBuilder
@@ -109,6 +110,8 @@ class BrokerState:
         self.gpu_orders = GpuOrders()
         self.journal = JournalStatus()
         """The journal's health, as the data plane last reported it."""
+        self.network: NetworkStatus | None = None
+        """Other hosts, as the data plane last reported them."""
         self.requeued: set[int] = set()
         """Orders of dead groups an earlier life of the broker queued again."""
         self.permits_due = False

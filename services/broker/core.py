@@ -36,8 +36,9 @@ from rolloutmq.schemas.wire.control import (
     Shutdown,
     WorkerBeat,
 )
-from rolloutmq.schemas.wire.envelope import Envelope
+from rolloutmq.schemas.wire.envelope import Envelope, PolicyVersion
 from rolloutmq.schemas.wire.hardware import CordonGpu, UncordonGpu
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.schemas.wire.replies import Ok, Reply
 from rolloutmq.schemas.wire.requests import (
     Commit,
@@ -302,6 +303,19 @@ class BrokerCore:
         if stalled != state.permits.stalled:
             state.permits.stalled = stalled
             state.permits.pace_all(now)
+
+    def networked(self, status: NetworkStatus) -> None:
+        """Note what is known of other hosts."""
+        self._state.network = status
+
+    def joined_workers(self) -> list[str]:
+        """Return the names of the workers that joined from other hosts."""
+        return self._state.workers.joined()
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Newest version of the policy."""
+        return self._state.run.present
 
     def requeue(
         self, route: Route, dead: Sequence[StoredGroup], refused: dict[str, str], now: float, wall: float

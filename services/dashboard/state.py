@@ -24,6 +24,7 @@ from rolloutmq.services.monitor.profile.usage import part_of_run
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.status import curricula, waits
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, counted, in_order
+from rolloutmq.services.monitor.text import network
 
 PROCESSES_SHOWN: Final = 64
 ENVIRONMENTS_SHOWN: Final = 256
@@ -99,6 +100,10 @@ def sections(shown: Shown, now: float, wall: float) -> Sections:
         "workers_version": shown.crew_version,
         "engines": [_engine(one, wall) for one in files.engines],
         "engine_target": _engine_target(shown),
+        "network": [
+            {"what": one.label, "text": one.text, "unwell": one.is_unwell}
+            for one in network.lines(board.network, board.workers())
+        ],
         "gpus": _gpus(shown),
         "gpu_absence": "" if board.gpu_absence is None else board.gpu_absence.why,
         "trainers": [] if pressure is None else [_plain(one) for one in pressure.leaders],

@@ -50,7 +50,10 @@ _NAMES: Final = (*(role.value for role in Role), *(f"inference-{number}" for num
 _RANKS: Final = tuple(f"trainer.rank{number}" for number in range(1, 8))
 STATES: Final = (
     topics.PRESSURE,
-    *(topics.telemetry(what, "") for what in ("host", "gpu", "fleet", "engine", "scale", "curriculum")),
+    *(
+        topics.telemetry(what, "")
+        for what in ("host", "gpu", "fleet", "engine", "scale", "curriculum", "network")
+    ),
     *(topics.telemetry("process", name) for name in (*_NAMES, *_RANKS)),
 )
 """Topics whose newest message replaces the ones before. Workers' processes are left out: there may be thousands."""

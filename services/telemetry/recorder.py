@@ -1,11 +1,11 @@
 """`metrics.jsonl`: every published event, one JSON object a line.
 
 A line is `{"t": wall clock at arrival, "topic": ..., ...fields of the event}`. Acks and drains have one receiver and
-are not recorded. `pressure` is thinned out in a long run, and latency samples of many processes are merged, see
-`sample_merger`. `pressure` carries `worker_states`, the number of workers by state,
-which stays when a line is trimmed to its limit. Events are written once a second: a killed recorder loses the last
-second, and the next one cuts off a torn line. While the file cannot be written, for example because the disk is full,
-events are dropped and counted.
+are not recorded, nor is `network_status`, of which only the newest counts. `pressure` is thinned out in a long run,
+and latency samples of many processes are merged, see `sample_merger`. `pressure` carries `worker_states`, the number of
+workers by state, which stays when a line is trimmed to its limit. Events are written once a second: a killed recorder
+loses the last second, and the next one cuts off a torn line. While the file cannot be written, for example because the
+disk is full, events are dropped and counted.
 """
 
 import logging
@@ -20,6 +20,7 @@ from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.files import append_whole, private_file
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.wire.control import Pressure
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.telemetry.sample_merger import SampleMerger
@@ -74,7 +75,7 @@ class Recorder:
         if isinstance(event, LatencySample):
             if (due := self._merger.take(topic, event, now)) is not None:
                 self._lines.append(line_of(*due))
-        elif not isinstance(event, Pressure) or self._is_due(now):
+        elif not isinstance(event, NetworkStatus) and (not isinstance(event, Pressure) or self._is_due(now)):
             self._lines.append(line_of(topic, event, now))
         return event
 

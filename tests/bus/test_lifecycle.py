@@ -25,7 +25,13 @@ from rolloutmq.bus.lifecycle import (
     signals,
     without_secrets,
 )
-from rolloutmq.schemas.errors import ConfigError, MissingError, NothingToLearnError, RecordVersionError
+from rolloutmq.schemas.errors import (
+    ConfigError,
+    MissingError,
+    NothingToLearnError,
+    PackageMissingError,
+    RecordVersionError,
+)
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 
 
@@ -61,6 +67,7 @@ def test_a_drain_that_came_too_early_arrives_when_the_handler_stands() -> None:
     ("error", "code", "line"),
     [
         (MissingError("config.json", "start it"), 1, "error: config.json is missing: start it"),
+        (PackageMissingError("the package x", "install it"), PERMANENT_FAILURE, "the package x is missing"),
         (ConfigError("model.path", "is bad"), PERMANENT_FAILURE, "error: model.path: is bad"),
         (NothingToLearnError(100, "flat"), PERMANENT_FAILURE, "flat"),
         (RecordVersionError("journal", 2, 3), PERMANENT_FAILURE, "got version 2, this one reads version 3"),

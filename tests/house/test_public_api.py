@@ -64,6 +64,7 @@ PUBLIC = {
     "Policy": "protocol",
     "PolicyRefusedError": "error",
     "OutputFailedError": "error",
+    "PackageMissingError": "error",
     "PolicyUnavailableError": "error",
     "PolicyVersion": "class",
     "Producer": "class",

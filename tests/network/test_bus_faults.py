@@ -29,6 +29,13 @@ def groups_half_open(scene: Scene) -> None:
         waits_in_log(producer, "no group reaches")
 
 
+def events_half_open(scene: Scene) -> None:
+    """The same for the events: acks do not arrive, and the producers send nothing to find that out by."""
+    accepted = scene.relay.stats().accepted
+    scene.relay.half_open(PORTS["events"])
+    scene.site.broker.expect(lambda: scene.relay.stats().accepted > accepted, "another connection")
+
+
 def stalled(scene: Scene) -> None:
     """Nothing passes for longer than the broker waits for a sign of life; then everything does, old and new."""
     scene.relay.set(stalled=True)
@@ -75,6 +82,7 @@ FAULTS: Final = {
         cut,
         half_open,
         groups_half_open,
+        events_half_open,
         stalled,
         delayed,
         unplugged,

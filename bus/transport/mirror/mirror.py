@@ -10,6 +10,7 @@ workers of a host cost the broker one request a second. Clocks of the two hosts 
 
 import asyncio
 import logging
+import random
 import time
 from pathlib import Path
 from typing import Final
@@ -19,7 +20,8 @@ import google_crc32c
 from rolloutmq.bus.log_throttle import LogThrottle, WaitLog
 from rolloutmq.bus.transport.endpoint import info_of
 from rolloutmq.bus.transport.keys.bundle import CurveKeys, load_bundle, load_keys
-from rolloutmq.bus.transport.mirror.place import directory_of
+from rolloutmq.bus.transport.keys.handshakes import FIRST_S, LONGEST_S
+from rolloutmq.bus.transport.mirror.place import directory_of, host_of
 from rolloutmq.bus.transport.mirror.run_copy import Accept, RunCopy
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.errors import (
@@ -32,7 +34,7 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.files import Connection, Endpoints, RunLayout
 from rolloutmq.schemas.wire.envelope import ErrorCode
-from rolloutmq.schemas.wire.joining import FilePart, GetFile, GetRun, RunReply, SharedFile
+from rolloutmq.schemas.wire.joining import PART_BYTES, FilePart, GetFile, GetRun, RunReply, SharedFile
 from rolloutmq.schemas.wire.requests import GetInfo
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,11 @@ ASK_S: Final = 1.0
 """Time between two looks at the run, as engines tell of themselves."""
 ANSWER_S: Final = 3.0
 """Silence of an address after which the next one is tried."""
+RESOLVE_S: Final = 2.0
+"""Time limit of a look at the name of a silent address."""
+OTHER_VERSION: Final = (
+    "the run may have another version of RolloutMQ than this host: install the same on both"
+)
 
 
 class Mirror:
@@ -116,9 +123,11 @@ class Mirror:
 
         Raises:
             OSError: The directory cannot be written at the start.
-            MissingError, NotPrivateError, ConfigError, UnusablePathError: The key cannot be used.
+            MissingError, NotPrivateError, ConfigError, UnusablePathError: The key cannot be used; also ConfigError: the
+                broker has another version.
             RefusedError: The broker refuses the key.
         """
+        pause_s = FIRST_S
         while True:
             address = self._connection.addresses[self._next % len(self._connection.addresses)]
             async with BrokerClient(address, keys=self.keys()) as client:
@@ -126,18 +135,23 @@ class Mirror:
                     while True:
                         await self._look(client)
                         self._answered()
+                        pause_s = FIRST_S
                         await asyncio.sleep(ASK_S)
                 except (
                     KeyRefusedError
                 ) as error:  # it may be let in later: its key is replaced, or known by then
                     self.refusal = error
                     self._misses(error.problem)
-                    await asyncio.sleep(ASK_S)
+                    await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # each try costs a handshake
+                    pause_s = min(2 * pause_s, LONGEST_S)
                 except BrokerUnavailableError:
-                    self._misses(f"no answer from {address}; check that the broker runs, and the address")
-                except (WireError, RefusedError) as error:
-                    if isinstance(error, RefusedError) and error.code is not ErrorCode.UNKNOWN:
-                        raise
+                    self._misses(await _silence_of(address))
+                except WireError as error:
+                    self._misses(f"{address}: {error}; {OTHER_VERSION}")
+                    await asyncio.sleep(ASK_S)
+                except RefusedError as error:
+                    if error.code is not ErrorCode.UNKNOWN:
+                        raise _told_of(error, address) from None
                     self._misses(f"{address}: {error}")
                     await asyncio.sleep(ASK_S)
             self._next += 1
@@ -227,6 +241,27 @@ class Mirror:
             logger.warning("waiting for the run waited_s=%.0f: %s", self._log.waited_s(now), problem)
 
 
+async def _silence_of(address: str) -> str:
+    """Return why an address may not answer: its name is unknown, or nobody is there."""
+    host = host_of(address).strip("[]")
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            await asyncio.get_running_loop().getaddrinfo(host, None)
+    except TimeoutError:
+        return f"no answer from {address}: this host cannot look up the name {host}; check its name service"
+    except (OSError, UnicodeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return f"no answer from {address}: the name {host} is unknown here ({why}); correct it, or use an address"
+    return f"no answer from {address}; check that the broker runs, and the address"
+
+
+def _told_of(error: RefusedError, address: str) -> RefusedError | ConfigError:
+    """Return the error of a refusal: a broker of another version finds the request malformed."""
+    if error.code not in {ErrorCode.MALFORMED, ErrorCode.VERSION}:
+        return error
+    return ConfigError("--connect", f"{address} does not know this request ({error.detail}); {OTHER_VERSION}")
+
+
 async def _fetched(client: BrokerClient, file: SharedFile) -> bytes:
     """Return a file of the model, part by part.
 
@@ -240,6 +275,10 @@ async def _fetched(client: BrokerClient, file: SharedFile) -> bytes:
         part = await client.request(asked, ANSWER_S)
         if not isinstance(part, FilePart) or part.offset != len(data) or not part.data:
             raise MalformedError(f"{file.name}: the reply is not the part from {len(data)}")
+        if len(part.data) < min(PART_BYTES, file.nbytes - len(data)):  # a byte at a time would take for ever
+            raise MalformedError(
+                f"{file.name}: the part from {len(data)} has {len(part.data)} bytes, too few"
+            )
         if google_crc32c.value(part.data) != part.checksum:
             raise MalformedError(f"{file.name}: the part from {len(data)} is damaged")
         data += part.data

@@ -4,8 +4,6 @@ Its own file is on this host. The broker writes the same beside the files of the
 find it wherever they are.
 """
 
-import asyncio
-import logging
 import re
 import socket
 from dataclasses import dataclass
@@ -14,22 +12,17 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.bus.engine_registry import BEAT_S
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
 from rolloutmq.bus.transport.mirror.run_copy import Accept
-from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.launch.commands.remote.beats import send_beats
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, RolloutMQError
+from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import InferenceAddress, RunLayout
 from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.schemas.wire.joining import EngineBeat, EngineState
 
-logger = logging.getLogger(__name__)
-
-ANSWER_S: Final = 3.0
 _PORT: Final = re.compile(r":([0-9]+)/?$")
 
 
@@ -91,41 +84,23 @@ class EngineBeats:
 
     async def run(self, mirror: Mirror, layout: RunLayout) -> None:
         """Send heartbeats until cancelled; then say that the engine ends."""
-        last: InferenceAddress | None = None
-        try:
-            while True:
-                await asyncio.sleep(BEAT_S)
-                found = _read(layout.engine(self._name))
-                if found is not None and found != last:
-                    last = found
-                    await self._send(mirror, layout, found, ends=False)
-        finally:
-            if last is not None:
-                await asyncio.shield(self._send(mirror, layout, last, ends=True))
 
-    async def _send(self, mirror: Mirror, layout: RunLayout, found: InferenceAddress, *, ends: bool) -> None:
-        endpoints = read_endpoints(layout.root)
-        if endpoints is None or mirror.problem:
-            return  # the mirror tells that the broker is away
-        state = EngineState(
-            name=self._name,
-            url=self._served.url(found.url, endpoints.serve),
-            pid=found.pid,
-            number=found.number,
-            at=found.at,
-            in_hand=found.in_hand,
-            busy=found.busy,
-            draining=found.draining,
-            trouble=found.trouble[:200],
-            network=found.network,
-        )
-        try:
-            async with BrokerClient(endpoints.serve, keys=mirror.keys()) as client:
-                await client.request(
-                    EngineBeat(engine=state, host=socket.gethostname()[:255], ends=ends), ANSWER_S
-                )
-        except RolloutMQError as error:
-            logger.warning("heartbeat of the engine unanswered error=%s", error)
+        def beat(told: InferenceAddress, address: str, *, ends: bool) -> EngineBeat:
+            state = EngineState(
+                name=self._name,
+                url=self._served.url(told.url, address),
+                pid=told.pid,
+                number=told.number,
+                at=told.at,
+                in_hand=told.in_hand,
+                busy=told.busy,
+                draining=told.draining,
+                trouble=told.trouble[:200],
+                network=told.network,
+            )
+            return EngineBeat(engine=state, host=socket.gethostname()[:255], ends=ends)
+
+        await send_beats(mirror, self._name, lambda: _read(layout.engine(self._name)), beat)
 
 
 def own_host(other: str) -> str:

@@ -27,8 +27,8 @@ from rolloutmq.bus.transport.mirror.run_copy import Accept
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.errors import RolloutMQError, UsageError
 from rolloutmq.schemas.files import Connection, RunLayout
-from rolloutmq.schemas.process import ProcessSpec, Role, Step, python_command
-from rolloutmq.services.orchestrator.supervision.core import OVER, Backoff, Ladder, Phase, Rung
+from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessSpec, Role, Step, python_command
+from rolloutmq.services.orchestrator.supervision.core import OVER, Backoff, Ladder, Phase, ProcessView, Rung
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
 from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.logbook import LogLimits, Rotation
@@ -94,7 +94,8 @@ def join(joining: Joining) -> int:
         if crew is not None:
             crew.kill()
 
-    return run_service(joining.name, serve, on_force=kill)
+    code = run_service(joining.name, serve, on_force=kill)
+    return PERMANENT_FAILURE if crew is not None and crew.is_hopeless else code
 
 
 class CrewFailedError(UsageError):
@@ -202,9 +203,17 @@ class Crew:
         await self._programs.stop(list(self._programs.views()), ladder, reason)
 
     def _require_success(self) -> None:
-        failed = [view for view in self._programs.views().values() if view.phase is Phase.FATAL]
+        failed = self._failed()
         if failed:
             raise CrewFailedError(failed[0].name, failed[0].reason, str(self._layout.log(failed[0].name)))
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether a program was given up at once, since no restart can help it, and not after many crashes."""
+        return any(view.crashes < self._limits.crash_limit for view in self._failed())
+
+    def _failed(self) -> list[ProcessView]:
+        return [view for view in self._programs.views().values() if view.phase is Phase.FATAL]
 
     def _logs(self) -> list[Path]:
         return [self._layout.log(name) for name, _, _ in self._joining.programs]

@@ -15,8 +15,10 @@ from rolloutmq.launch.commands.remote.configured import receiving, rolling, trai
 from rolloutmq.launch.commands.remote.engine_beats import EngineBeats, Served
 from rolloutmq.launch.commands.remote.joining import Joining, join
 from rolloutmq.launch.commands.remote.own_code import OwnCode
+from rolloutmq.launch.commands.remote.relay_beats import PREFIX, RelayBeats
 from rolloutmq.schemas.errors import ConfigError, RefusedError
 from rolloutmq.schemas.files import Connection
+from rolloutmq.schemas.network.address import host_and_port
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.envelope import ErrorCode, Name
 from rolloutmq.schemas.wire.joining import GetWeightsTicket
@@ -98,25 +100,50 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
     return join(Joining(name, programs, way.connection, accept, way.directory, way.grace_s, beats.run))
 
 
-def join_relay(listen: str, way: Way) -> int:
+@dataclass(frozen=True)
+class Passing:
+    """From whom a relay gets the weights, and to whom it passes them.
+
+    Attributes:
+        listen: Address to serve them at for further relays; empty for none.
+        advertise: Host by which those reach it; empty for the bound one.
+        behind: Name of the relay that sends them; empty for that of the run.
+    """
+
+    listen: str = ""
+    advertise: str = ""
+    behind: str = ""
+
+
+def join_relay(passing: Passing, way: Way) -> int:
     """Receive the weights of a run of another host for the engines of this one; return the exit code. Blocks.
 
     Args:
-        listen: Address to serve them at for further relays; empty for none.
+        passing: From whom, and to whom.
         way: How it joins.
 
     Raises:
+        ConfigError: The address or a name cannot be one.
         RefusedError: A key of this role may not have the weights.
     """
+    name = f"{PREFIX}{way.base}"
+    _require_names([name, *filter(None, [passing.behind])])
+    if passing.behind == name:
+        raise ConfigError("--behind", f"names this relay itself (got {name}); name another one")
+    if passing.listen and host_and_port(passing.listen) is None:
+        raise ConfigError("--listen", f"must be tcp://HOST:PORT (got {passing.listen!r}); port 0 takes any")
     if way.connection.key:
         bundle = load_bundle(Path(way.connection.key))
         if why := refusal(
             bundle.name, bundle.role, GetWeightsTicket
         ):  # the broker would say so every two seconds
             raise RefusedError(ErrorCode.FORBIDDEN, why)
-    words = ("relay", "--listen", listen) if listen else ("relay",)
-    programs = (("relay", Role.RELAY, words),)
-    return join(Joining("relay", programs, way.connection, receiving, way.directory, way.grace_s))
+    words = ["relay"]
+    words += ["--listen", passing.listen] if passing.listen else []
+    words += ["--behind", passing.behind] if passing.behind else []
+    programs = (("relay", Role.RELAY, tuple(words)),)
+    beats = RelayBeats(name, passing.listen, passing.advertise)
+    return join(Joining("relay", programs, way.connection, receiving, way.directory, way.grace_s, beats.run))
 
 
 def _require_names(names: Iterable[str]) -> None:

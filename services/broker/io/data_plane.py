@@ -28,7 +28,7 @@ from rolloutmq.schemas.errors import MalformedError, WireError
 from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire.control import Requeue
 from rolloutmq.schemas.wire.envelope import Envelope, ErrorCode, GroupHeader
-from rolloutmq.schemas.wire.joining import JoiningRequest
+from rolloutmq.schemas.wire.joining import KEYS_SHOWN, JoiningRequest, NetworkStatus
 from rolloutmq.schemas.wire.replies import ErrorReply
 from rolloutmq.schemas.wire.replies import Reply as ReplyMessage
 from rolloutmq.services.broker.actions import (
@@ -118,7 +118,7 @@ DISCARD_S: Final = 0.5
 """Longest time to discard messages on `ingest` after all connections were cut; peers send more when they reconnect."""
 
 SWEEP_S: Final = 1.0
-"""How often silent engines of other hosts are looked for."""
+"""How often silent engines of other hosts are looked for, and monitors hear of other hosts."""
 
 IDLE_S: Final = 60.0
 """Longest wait without a deadline."""
@@ -303,6 +303,26 @@ class DataPlane:
             if self._shared_run is not None and now >= self._sweep_due:
                 self._sweep_due = now + SWEEP_S
                 self._shared_run.sweep(now)
+                self._tell_network(self._shared_run, now)
+
+    def _tell_network(self, shared_run: SharedRun, now: float) -> None:
+        """Tell monitors what is known of other hosts."""
+        if self._door is None:
+            return
+        known, keys = self._door.report(now)
+        status = NetworkStatus(
+            listen=self._door.address,
+            insecure=self._door.is_insecure,
+            version=self.core.version,
+            known_keys=known,
+            keys=keys,
+            engines=shared_run.engines(now),
+            relays=shared_run.relays.report(now),
+            workers=self._door.owners_of(self.core.joined_workers()[:KEYS_SHOWN]),
+        )
+        self.core.networked(status)
+        topic = topics.telemetry("network", shared_run.name)
+        self._sockets.events.send_multipart([topic, codec.encode(status)], zmq.NOBLOCK)
 
     def _warn(self, lines: Iterable[str]) -> None:
         for line in lines:

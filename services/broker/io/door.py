@@ -6,7 +6,7 @@ up for each message: once it is revoked, what a living connection still sends co
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import zmq
@@ -14,17 +14,21 @@ from msgspec.structs import replace
 
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.joining import KeyUse
 from rolloutmq.schemas.wire.replies import ErrorReply
 from rolloutmq.schemas.wire.requests import Pull, RegisterProducer, Request
 from rolloutmq.services.broker.broker_state import refuse
 from rolloutmq.services.broker.io.gatekeeper import Gatekeeper
+from rolloutmq.services.broker.io.key_uses import KeyUses
 from rolloutmq.services.broker.io.memory_guard import cut
 from rolloutmq.services.broker.io.owner_log import OwnerLog
 from rolloutmq.services.broker.requests.ownership import Ownership
-from rolloutmq.services.broker.requests.roles import hears, refusal, tells
+from rolloutmq.services.broker.requests.roles import hears, may_of, refusal, tells
 
 logger = logging.getLogger(__name__)
 
+FOREIGN: Final = "use the name of another"
+"""What a key is refused that sends under a name which it does not own."""
 _LOCAL: Final = "localhost:"
 """How libzmq writes the address of a peer by unix socket, before its user, group and process."""
 
@@ -43,11 +47,24 @@ class Door:
         self._log = log
         self._addresses = addresses
         self._names = Ownership(log.owners if log is not None else None)
+        self._uses = KeyUses()
+        self._now = 0.0
+        """Time of the last look, which each round begins with."""
 
     @property
     def due(self) -> float:
         """When `look` is due, in monotonic seconds."""
         return self._gatekeeper.keys.due if self._gatekeeper is not None else float("inf")
+
+    @property
+    def address(self) -> str:
+        """Address of the listener."""
+        return self._addresses[0] if self._addresses else ""
+
+    @property
+    def is_insecure(self) -> bool:
+        """Whether the listener asks for no key."""
+        return self._gatekeeper is None
 
     @property
     def questions(self) -> "zmq.Socket[bytes] | None":
@@ -56,6 +73,7 @@ class Door:
 
     def look(self, now: float) -> list[str]:
         """Answer who may enter, and end what a revoked key still uses; return the reasons of refused connections."""
+        self._now = now
         if self._gatekeeper is None:
             return []
         lost = self._gatekeeper.keys.look(now)
@@ -87,11 +105,16 @@ class Door:
             return None
         if sender is not None:
             request = _without_memory(request)
+            if sender:
+                self._uses.heard(sender, self._now)
         if sender is None or role is Role.ADMIN:
             self._names.take(request)
         elif why := refusal(sender, role, type(request)):
+            self._uses.refused(sender, may_of(type(request)), self._now)
             return refuse(ErrorCode.FORBIDDEN, why)
         elif (refused := self._names.refusal(sender, request)) is not None:
+            if refused.code is not ErrorCode.UNKNOWN:  # that one makes a client register
+                self._uses.refused(sender, FOREIGN, self._now)
             return refused
         self._keep()
         return request
@@ -100,17 +123,40 @@ class Door:
         """Return whether the key of a message of groups is that of its producer."""
         sender = self.sender_of(frame)
         role = self.role_of(sender)
-        return role is Role.ADMIN or (role is not None and self._names.owns(str(sender), producer))
+        may = role is Role.ADMIN or (role is not None and self._names.owns(str(sender), producer))
+        return self._noted(sender, FOREIGN, may=may)
 
     def subscribes(self, frame: zmq.Frame, topic: bytes) -> bool:
         """Return whether the sender of a subscription may hear this prefix."""
-        role = self.role_of(self.sender_of(frame))
-        return role is not None and hears(role, topic)
+        sender = self.sender_of(frame)
+        role = self.role_of(sender)
+        return self._noted(sender, "subscribe to a topic", may=role is not None and hears(role, topic))
 
     def publishes(self, frame: zmq.Frame, topic: bytes) -> bool:
         """Return whether the sender of an event may publish it."""
-        role = self.role_of(self.sender_of(frame))
-        return role is not None and tells(role, topic)
+        sender = self.sender_of(frame)
+        role = self.role_of(sender)
+        return self._noted(sender, "publish a topic", may=role is not None and tells(role, topic))
+
+    def report(self, now: float) -> tuple[int, tuple[KeyUse, ...]]:
+        """Return how many keys may enter, and those in use."""
+        if self._gatekeeper is None:
+            return 0, ()
+        roles = self._gatekeeper.keys.roles
+        return len(roles), self._uses.report(roles, self._gatekeeper.hosts, now)
+
+    def owners_of(self, workers: Iterable[str]) -> dict[str, str]:
+        """Return the key of each of these workers that has one."""
+        owned = ((worker, self._names.owner(worker)) for worker in workers)
+        return {worker: key for worker, key in owned if key}
+
+    def _noted(self, sender: str | None, what: str, *, may: bool) -> bool:
+        """Note a message and what is refused of it; return whether the sender may send it."""
+        if sender and may:
+            self._uses.heard(sender, self._now)
+        elif sender:
+            self._uses.refused(sender, what, self._now)
+        return may
 
     def _keep(self) -> None:
         if self._log is not None and self._names.changes:

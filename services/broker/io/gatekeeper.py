@@ -9,7 +9,7 @@ file neither opens the door nor locks out the fleet.
 """
 
 import logging
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from typing import Final
 
 import zmq
@@ -125,6 +125,11 @@ class Gatekeeper:
         """Return the hosts from which keys have entered, and forget them; None if there were too many to know."""
         hosts = [self._peers.pop(name, set()) for name in names]
         return None if any(len(one) >= HOSTS_LIMIT for one in hosts) else set().union(*hosts)
+
+    @property
+    def hosts(self) -> Mapping[str, set[str]]:
+        """Hosts from which each key has entered, at most `HOSTS_LIMIT` of one key."""
+        return self._peers
 
     def answer(self) -> list[str]:
         """Answer the questions that have arrived, and return the reasons of refusals.

@@ -30,6 +30,7 @@ from rolloutmq.schemas.wire.joining import (
     CONFIG_LIMIT_BYTES,
     ENGINES_LIMIT,
     FILE_LIMIT_BYTES,
+    KEYS_SHOWN,
     NETWORK_CHARS,
     PART_BYTES,
     SHARED_FILES,
@@ -40,13 +41,16 @@ from rolloutmq.schemas.wire.joining import (
     GetFile,
     GetRun,
     GetWeightsTicket,
+    JoinedEngine,
     JoiningRequest,
+    RelayBeat,
     RunReply,
     SharedFile,
     WeightsTicket,
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.broker_state import refuse
+from rolloutmq.services.broker.io.relays import Relays
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +88,15 @@ class SharedRun:
         """Time of the last heartbeat of each engine of another host."""
         self._owners: dict[str, str] = {}
         """Key that sends the heartbeats of an engine, as long as it is heard."""
+        self._hosts: dict[str, str] = {}
+        """Host of each engine, as its heartbeats tell."""
+        self.relays = Relays()
         self._has_looked = False
+
+    @property
+    def name(self) -> str:
+        """Name of the run."""
+        return self._config.run.name
 
     def answer(
         self, request: JoiningRequest, now: float, sender: str = ""
@@ -103,11 +115,27 @@ class SharedRun:
                 return self._part(request)
             case EngineBeat():
                 return self._beat(request, now, sender)
-            case GetWeightsTicket():
+            case RelayBeat():
+                return self.relays.beat(request, now, sender)
+            case GetWeightsTicket(relay=""):
                 return self._ticket(sender)
+            case GetWeightsTicket():
+                return self.relays.ticket(request.relay, now, sender)
+
+    def engines(self, now: float) -> tuple[JoinedEngine, ...]:
+        """Return the engines of other hosts that are heard, by name."""
+        return tuple(
+            JoinedEngine(
+                name=name,
+                host=self._hosts.get(name, ""),
+                key=self._owners.get(name, ""),
+                silent_s=max(0.0, now - at),
+            )
+            for name, at in sorted(self._beats.items())[:KEYS_SHOWN]
+        )
 
     def sweep(self, now: float) -> None:
-        """Remove the addresses of engines of other hosts that have been silent for long.
+        """Remove the addresses of engines of other hosts that have been silent for long, and forget such relays.
 
         Those that an earlier broker has written count as heard at the first call.
         """
@@ -120,6 +148,7 @@ class SharedRun:
             if now - at > GONE_S:
                 logger.warning("engine of another host silent name=%s silent_s=%.0f", name, now - at)
                 self._remove(name)
+        self.relays.sweep(now)
 
     def _run(self, request: GetRun, now: float) -> RunReply:
         if self._reply is None or now - self._reply[1] >= KEPT_S:
@@ -219,6 +248,7 @@ class SharedRun:
         if engine.name not in self._beats:
             logger.info("engine of another host name=%s url=%s host=%s", engine.name, engine.url, beat.host)
         self._beats[engine.name] = now
+        self._hosts[engine.name] = beat.host
         if sender:
             self._owners[engine.name] = sender
         try:
@@ -259,6 +289,7 @@ class SharedRun:
     def _remove(self, name: str) -> None:
         self._beats.pop(name, None)
         self._owners.pop(name, None)
+        self._hosts.pop(name, None)
         self._layout.engine(name).unlink(missing_ok=True)
 
 

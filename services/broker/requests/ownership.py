@@ -68,6 +68,10 @@ class Ownership:
         """Return whether the groups of a producer may come with this key."""
         return self._owners.get(f"producer:{producer}") == key
 
+    def owner(self, producer: str) -> str:
+        """Return the key of a producer or worker, empty if it has none."""
+        return self._owners.get(f"producer:{producer}", "")
+
     def take(self, request: Request) -> None:
         """Note that a client of the broker's host, or an admin, registers a name."""
         if not isinstance(request, _CLAIMS):

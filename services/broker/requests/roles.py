@@ -46,6 +46,7 @@ REQUESTS: Final[Mapping[type, Rule]] = {
     joining.GetRun: Rule("ask for the configuration", _ALL),
     joining.GetFile: Rule("ask for files of the model", _ALL),
     joining.EngineBeat: Rule("send heartbeats of an engine", frozenset({Role.ENGINE})),
+    joining.RelayBeat: Rule("send heartbeats of a relay", frozenset({Role.ENGINE, Role.TRAINER})),
     joining.GetWeightsTicket: Rule("get the weights", frozenset({Role.ENGINE, Role.TRAINER})),
     tasks.SubmitTasks: Rule("submit tasks", _TRAINER),
     tasks.CancelTasks: Rule("cancel tasks", _TRAINER),
@@ -91,9 +92,15 @@ def refusal(name: str, role: Role, kind: type) -> str:
     rule = REQUESTS.get(kind)
     if role is Role.ADMIN or (rule is not None and role in rule.roles):
         return ""
-    may, roles = rule if rule is not None else (f"send {kind.__name__}", _NONE)
+    roles = rule.roles if rule is not None else _NONE
     needed = " or ".join(sorted(wanted.value for wanted in roles | {Role.ADMIN} if wanted is not role))
-    return f"key {name} (role {role.value}) may not {may}; use a key of role {needed}"
+    return f"key {name} (role {role.value}) may not {may_of(kind)}; use a key of role {needed}"
+
+
+def may_of(kind: type) -> str:
+    """Return what a request of this kind does, after "may not"."""
+    rule = REQUESTS.get(kind)
+    return rule.may if rule is not None else f"send {kind.__name__}"
 
 
 def hears(role: Role, topic: bytes) -> bool:

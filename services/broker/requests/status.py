@@ -116,6 +116,7 @@ class StatusReporter:
             rejected_by_reason=dict(rejected),
             changed=self._live_settings.differences(),
             as_frames=dict(state.as_frames),
+            network=state.network,
         )
 
     def _count_waits(self, now: float) -> None:

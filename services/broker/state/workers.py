@@ -161,6 +161,10 @@ class Workers:
             for worker, (beat, at) in sorted(self._beats.items())
         )
 
+    def joined(self) -> list[str]:
+        """Return the names of the workers that joined by themselves."""
+        return [worker for worker, (beat, _) in self._beats.items() if beat.joined]
+
     def clear(self) -> None:
         """Forget the table and the drains; workers report again."""
         self._beats.clear()

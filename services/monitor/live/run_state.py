@@ -22,6 +22,7 @@ from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.schemas.wire.telemetry import (
     CurriculumProgress,
@@ -107,6 +108,8 @@ class RunState:
         """Since when no event is recorded, and why; read from a file, too."""
         self.outside = ""
         """Reason why the trainer does not ask the broker now, see `waits.outside`; read from a file, too."""
+        self.network: NetworkStatus | None = None
+        """Other hosts, if the broker listens for them."""
         self.is_own_trainer = False
         """Whether no launcher starts the trainer."""
         self.unserved = ""
@@ -202,10 +205,14 @@ class RunState:
                 self.figures |= event.figures
                 self.not_finite = event.not_finite
 
-    def _take_machine(self, event: HostSample | ProcessSample | GpuSample | GpuStanding | GpuAbsence) -> None:
+    def _take_machine(
+        self, event: HostSample | ProcessSample | GpuSample | GpuStanding | GpuAbsence | NetworkStatus
+    ) -> None:
         match event:
             case HostSample():
                 self.host = event
+            case NetworkStatus():
+                self.network = event
             case ProcessSample():
                 self.processes[event.name] = event
             case GpuSample() | GpuStanding() | GpuAbsence():

@@ -50,6 +50,7 @@ def snapshot(board: RunState, now: float, wall: float) -> dict[str, Any]:
             name: {"cpu_percent": one.cpu_percent, "rss_bytes": one.rss_bytes}
             for name, one in sorted(board.processes.items())
         },
+        "network": None if board.network is None else _without_kind(board.network),
         "notice": board.notice,
         "problems": [text for text in (board.orchestrator, board.record) if text],
     }

@@ -24,7 +24,7 @@ from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.latencies import SHOWN, LatencyKey
 from rolloutmq.services.monitor.status import counts, curricula, gpus, waits
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, target_text, trouble_text
-from rolloutmq.services.monitor.text import figures, format
+from rolloutmq.services.monitor.text import figures, format, network
 
 LABEL_WIDTH: Final = 9
 GAUGE_WIDTH: Final = 16
@@ -110,6 +110,7 @@ def figure_rows(board: RunState, now: float, width: int) -> tuple[list[Text], li
         below += curriculum_lines(board)
     below += latency_lines(board, now)
     below += engine_lines(board, now)
+    below += network_lines(board)
     above += target_lines(board)
     above += health_lines(board, now)
     below[:0] = trouble_lines(board.crew(now))
@@ -399,6 +400,12 @@ def _engine_line(one: EngineSample) -> Text:
     draining = Text(" · draining", style=STYLE_OF[WorkerState.DRAINING]) if one.draining else ""
     load = f"{one.in_hand} in hand · {one.busy:.0%} busy"
     return _row("engine", f"{one.name} · {load}", draining, f" · pid {one.pid} · {one.url}")
+
+
+def network_lines(board: RunState) -> list[Text]:
+    """Return what is known of other hosts."""
+    found = network.lines(board.network, board.workers())
+    return [_row(label, text(line, "yellow" if is_unwell else "")) for label, line, is_unwell in found]
 
 
 def machine_lines(board: RunState) -> list[Text]:

@@ -47,7 +47,7 @@ from rolloutmq.services.monitor.status.worker_view import (
     trouble_text,
     with_hangs,
 )
-from rolloutmq.services.monitor.text import figures, format
+from rolloutmq.services.monitor.text import figures, format, network
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
 
 PATIENCE_S: Final = 3.0
@@ -264,6 +264,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         ("workers", _workers(reply, also.crew)),
         *(line for row in also.crew or () if row.is_unwell for line in _unwell(row)),
         *(("engine", _engine(one, wall)) for one in also.engines),
+        *((label, text) for label, text, _ in network.lines(reply.network, pressure.workers)),
         *(("gpu", gpus.line(record.sample, record.standing)) for record in also.book.gpus),
         *(("limit", f"{env}: {reason}") for env, reason in also.book.limits.items()),
     ]

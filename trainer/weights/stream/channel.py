@@ -18,6 +18,7 @@ import secrets
 import socket
 import struct
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -25,7 +26,7 @@ from rolloutmq.bus.transport.keys.ticket import TICKET_BYTES, Pass
 from rolloutmq.schemas.errors import (
     LimitExceededError,
     MalformedError,
-    MissingError,
+    PackageMissingError,
     WeightsDamagedError,
     WeightsNotSentError,
     install_remedy,
@@ -84,22 +85,14 @@ class Channel:
 
         Raises:
             WeightsNotSentError: There is no sender, it refuses the ticket, or it does not encrypt.
-            MissingError: The sender encrypts, and the package for it is not installed.
+            PackageMissingError: The sender encrypts, and the package for it is not installed.
         """
         peer = f"{host}:{port}"
         try:
             sock = socket.create_connection((host, port), HANDSHAKE_S)
         except OSError as error:
             raise lost(peer, str(error)) from None
-        channel = cls(sock, peer)
-        try:
-            set_limits(sock, HANDSHAKE_S)
-            channel._introduce(ticket, sealed=sealed)
-            set_limits(sock, STALL_S)
-        except BaseException:
-            channel.close()
-            raise
-        return channel
+        return cls._opened(sock, peer, lambda one: one._introduce(ticket, sealed=sealed))
 
     def _introduce(self, ticket: Pass, *, sealed: bool) -> None:
         mine = secrets.token_bytes(NONCE_BYTES)
@@ -136,10 +129,15 @@ class Channel:
             MalformedError: It is no receiver of this version, or its ticket is not valid.
             WeightsNotSentError: It is gone.
         """
+        return cls._opened(sock, peer, lambda one: one._examine(key_of, sealed=sealed))
+
+    @classmethod
+    def _opened(cls, sock: socket.socket, peer: str, shake_hands: Callable[[Self], None]) -> Self:
+        """Return the channel after its handshake, which has a time limit of its own; close it if that fails."""
         channel = cls(sock, peer)
         try:
             set_limits(sock, HANDSHAKE_S)
-            channel._examine(key_of, sealed=sealed)
+            shake_hands(channel)
             set_limits(sock, STALL_S)
         except BaseException:
             channel.close()
@@ -285,7 +283,7 @@ class Keys:
         """Return the cipher of what this side sends, and that of what it receives.
 
         Raises:
-            MissingError: The package is not installed.
+            PackageMissingError: The package is not installed.
         """
         return AesGcm(self._derived(b"data of the " + mine)), AesGcm(self._derived(b"data of the " + theirs))
 
@@ -294,12 +292,12 @@ def require_cipher() -> None:
     """Check that transfers can be encrypted.
 
     Raises:
-        MissingError: The package is not installed.
+        PackageMissingError: The package is not installed.
     """
     try:
         import cryptography.hazmat.primitives.ciphers.aead  # noqa: F401 # pyright: ignore[reportMissingImports]
     except ImportError:
-        raise MissingError(
+        raise PackageMissingError(
             "the package cryptography",
             f"{install_remedy('cluster')}; the stream of weights is encrypted with it",
         ) from None

@@ -79,6 +79,8 @@ class Receiver:
         if self._segment is not None:
             torn = bool(self._segment.lock.is_torn())
             self._table = unknown(count_of(self._segment.data.size)) if torn else digests(self._segment.data)
+        self.holds = self.version
+        """The version that engines of this host have by now; for any thread."""
         if (
             self._stage is not None
             and self._segment is not None
@@ -235,6 +237,7 @@ class Receiver:
         self.write = write
         if not self._published:
             self._publish()
+        self.holds = version
 
     def _publish(self) -> None:
         assert self._segment is not None

@@ -4,7 +4,7 @@
     another host     relay: receiver  ->  weights.json (relay)  ->  engines; with `listen` also a sender for more relays
 
 Beside a trainer it only reads; without one it owns the weights. It imports no torch, and works with any run directory.
-A source that is away, or refuses, is tried again without end; the log says why.
+A source that is away, or refuses, is tried again without end; the log says why. A missing package ends it.
 """
 
 import logging
@@ -17,10 +17,12 @@ from rolloutmq.bus.lifecycle import log_failure, set_up_logging, signals
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
-from rolloutmq.schemas.errors import ConfigError, RolloutMQError
-from rolloutmq.schemas.files import RunLayout, StreamAddress
+from rolloutmq.schemas.errors import ConfigError, PackageMissingError, RolloutMQError
+from rolloutmq.schemas.files import RelayState, RunLayout, StreamAddress
 from rolloutmq.schemas.network.address import host_and_port, is_loopback
+from rolloutmq.schemas.printable import printable
 from rolloutmq.trainer.weights.stream.channel import Channel, require_cipher
+from rolloutmq.trainer.weights.stream.presence import Presence
 from rolloutmq.trainer.weights.stream.receiver import Receiver
 from rolloutmq.trainer.weights.stream.sender import Sender
 from rolloutmq.trainer.weights.stream.snapshots import Snapshots
@@ -42,6 +44,11 @@ class Following:
         self._stopping = threading.Event()
         self._channel: Channel | None = None
         self._throttle = LogThrottle()
+        self._waits_for = "a connection to the sender"
+
+    def state(self, number: int) -> RelayState:
+        """Return what the relay has and waits for; for any thread."""
+        return RelayState(number=number, version=self._receiver.holds, waits_for=self._waits_for)
 
     def stop(self) -> None:
         """Ask `run` to end; for any thread, and for a signal handler."""
@@ -50,16 +57,23 @@ class Following:
             channel.interrupt()
 
     def run(self) -> None:
-        """Follow the source until asked to stop. Blocks."""
+        """Follow the source until asked to stop. Blocks.
+
+        Raises:
+            PackageMissingError: The weights are encrypted, and the package for it is not installed.
+        """
         pause = FIRST_PAUSE_S
         while not self._stopping.is_set():
             try:
                 self._channel = self._source.dial()
-                pause = FIRST_PAUSE_S
+                pause, self._waits_for = FIRST_PAUSE_S, ""
                 if self._stopping.is_set():
                     break
                 self._receiver.follow(self._channel)
+            except PackageMissingError:
+                raise
             except RolloutMQError as error:
+                self._waits_for = printable(str(error))
                 self._complain(str(error))
                 self._stopping.wait(pause)
                 pause = min(2 * pause, LAST_PAUSE_S)
@@ -81,7 +95,7 @@ def serving(layout: RunLayout, listen: str, *, insecure: bool) -> tuple[Sender, 
     """Serve the weights of a run directory, and publish the address. Close both, the sender first.
 
     Raises:
-        MissingError: Other hosts can reach the address, and the package that encrypts is not installed.
+        PackageMissingError: Other hosts can reach the address, and the package that encrypts is not installed.
         ConfigError, AddressInUseError: The address is none, or it is taken.
     """
     if (parts := host_and_port(listen)) is None:
@@ -105,28 +119,29 @@ def serving(layout: RunLayout, listen: str, *, insecure: bool) -> tuple[Sender, 
     return sender, snapshots
 
 
-def main(run_dir: Path, source: Path | None = None, listen: str = "") -> int:
+def main(run_dir: Path, source: Path | None = None, listen: str = "", behind: str = "") -> int:
     """Run a relay as a process; return its exit code. Blocks.
 
     Args:
         run_dir: Run directory of this host.
         source: Run directory whose relay sends the weights. Without it the run's relay sends them if the directory is
             that of a run of another host, else a trainer of this host writes them.
+        behind: Name of a relay of a third host that sends them in place of the run's.
         listen: Address to serve them at; by default `weights.listen` beside a trainer, and none for received ones.
     """
     set_up_logging()
     try:
-        run(run_dir, source, listen)
+        run(run_dir, source, listen, behind)
     except Exception as error:  # noqa: BLE001 - the task boundary of the process
         return log_failure("relay", error)
     return 0
 
 
-def run(run_dir: Path, source: Path | None, listen: str) -> None:
+def run(run_dir: Path, source: Path | None, listen: str, behind: str = "") -> None:
     """Run a relay until a signal. Blocks; raises what `serving` and `Receiver` raise."""
     config, layout = load_run(run_dir)
     stopping = threading.Event()
-    found = _source(layout, source)
+    found = _source(layout, source, behind)
     following = Following(layout, found) if found is not None else None
 
     def stop(reason: str) -> None:
@@ -142,7 +157,8 @@ def run(run_dir: Path, source: Path | None, listen: str) -> None:
             if following is None:
                 stopping.wait()
             else:
-                following.run()
+                with Presence(layout, following.state):
+                    following.run()
     finally:
         if served is not None:
             for part in served:
@@ -152,8 +168,8 @@ def run(run_dir: Path, source: Path | None, listen: str) -> None:
             following.close()
 
 
-def _source(layout: RunLayout, source: Path | None) -> Source | None:
+def _source(layout: RunLayout, source: Path | None, behind: str) -> Source | None:
     """Return where the weights come from; None if a trainer of this host writes them."""
     if source is not None:
         return RunSource(RunLayout(source), layout.root.name)
-    return BrokerSource(layout) if layout.connection.exists() else None
+    return BrokerSource(layout, behind) if layout.connection.exists() else None

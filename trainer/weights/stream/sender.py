@@ -59,7 +59,7 @@ class Sender:
 
     Raises:
         AddressInUseError: The port is taken.
-        MissingError: Transfers cannot be encrypted.
+        PackageMissingError: Transfers cannot be encrypted.
     """
 
     def __init__(self, snapshots: Snapshots, host: str, port: int, *, sealed: bool) -> None:

@@ -1,7 +1,8 @@
 """Where a relay gets the weights: from the relay of a run of another host, or of a run directory of this host.
 
 The broker of another host knows the port of its relay, and makes a ticket for the name of the key that asks. The host
-is the one by which this host reaches the broker. A sender on it without the secret of the ticket is refused.
+is the one by which this host reaches the broker. A relay of a third host that serves others has told the broker its
+address. A sender without the secret of the ticket is refused.
 """
 
 from typing import Final, Protocol
@@ -62,10 +63,12 @@ class BrokerSource:
 
     Args:
         layout: Directory of this host for the run. Its `endpoints.json` and key are read again for each ticket.
+        relay: A relay of a third host that sends the weights; empty for that of the run.
     """
 
-    def __init__(self, layout: RunLayout) -> None:
+    def __init__(self, layout: RunLayout, relay: str = "") -> None:
         self._layout = layout
+        self._relay = relay
 
     def dial(self) -> Channel:
         """See `Source.dial`. Blocks for up to `ANSWER_S` and the time limits of the handshake.
@@ -79,10 +82,11 @@ class BrokerSource:
         if found is None:
             raise WeightsNotSentError("from", "the broker's addresses are not there yet", away=True)
         with BlockingClient(found.serve, keys=keys_of(found)) as client:
-            reply = client.request(GetWeightsTicket(), ANSWER_S)
+            reply = client.request(GetWeightsTicket(relay=self._relay), ANSWER_S)
         if not isinstance(reply, WeightsTicket):
             raise MalformedError(f"wrong type of reply to GetWeightsTicket (got {type(reply).__name__})")
         # Whether to encrypt is the run's choice. Nobody between changes it: the reply comes from the broker's key, and
         # the proof of the ticket covers the sender's answer.
-        host, shown = host_of(found.serve).strip("[]"), ticket.Pass(reply.shown, reply.key)
+        host = reply.host or host_of(found.serve).strip("[]")
+        shown = ticket.Pass(reply.shown, reply.key)
         return Channel.dial(host, reply.port, shown, sealed=reply.sealed)

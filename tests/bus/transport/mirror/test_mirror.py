@@ -8,6 +8,7 @@ from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 from tests.bus.transport.listening import INSECURE
@@ -15,6 +16,8 @@ from tests.bus.transport.listening import INSECURE
 from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.transport.endpoint import read_endpoints
+from rolloutmq.bus.transport.keys.bundle import save_bundle
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.bus.transport.mirror import mirror as mirroring
 from rolloutmq.bus.transport.mirror import run_copy
 from rolloutmq.bus.transport.mirror.mirror import Mirror
@@ -22,8 +25,10 @@ from rolloutmq.bus.transport.sockets import Channel, make_context
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import Connection, RunLayout
+from rolloutmq.schemas.network.keys import Role
+from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.joining import FilePart, GetFile, GetRun, RunReply, SharedFile
-from rolloutmq.schemas.wire.replies import InfoReply, RunInfo
+from rolloutmq.schemas.wire.replies import ErrorReply, InfoReply, RunInfo
 from rolloutmq.services.broker.server import running_broker
 
 NOBODY = "tcp://127.0.0.1:1"
@@ -184,7 +189,7 @@ async def fake(
             if stop.is_set():
                 return
             reply: Any = replies.get(type(codec.decode_request(request)), info)
-            await channel.send([*way, codec.encode(reply)])
+            await channel.send([*way, reply if isinstance(reply, bytes) else codec.encode(reply)])
 
     task = asyncio.create_task(answer())
     try:
@@ -203,6 +208,7 @@ async def fake(
         (FilePart(offset=4, data=b"abcd", checksum=0), "is not the part from 0"),
         (FilePart(offset=0, data=b"", checksum=0), "is not the part from 0"),
         (FilePart(offset=0, data=b"abcdefgh", checksum=0x0A9421B7), "has more than 4 bytes"),
+        (FilePart(offset=0, data=b"a", checksum=0xC1D04330), "has 1 bytes, too few"),
     ],
 )
 async def test_a_hostile_broker_writes_no_file_and_is_told(
@@ -225,3 +231,70 @@ async def test_a_hostile_broker_writes_no_file_and_is_told(
             await until(lambda: problem in mirror.problem)
             assert not (own.model / "tokenizer.json").exists()
             assert not own.config.exists()
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"run": "../up"},
+        {"run": "/etc"},
+        {"run": "a" * (1 << 20)},
+        {"run": "sums", "files": [{"name": "../x" * 20, "nbytes": 4, "mark": "m", "kind": "shared_file"}]},
+        {"run": "sums", "files": [{"name": "x", "nbytes": 1 << 40, "mark": "m", "kind": "shared_file"}]},
+        {"run": "sums", "a_field_of_a_later_version": 1},
+    ],
+    ids=["parent", "absolute", "a megabyte", "long file", "huge file", "later version"],
+)
+async def test_a_reply_that_cannot_be_is_told_and_writes_nothing(
+    tmp_path: Path, run: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    reply = msgspec.msgpack.encode({"kind": "run_reply", "epoch": 1, "digest": "d", "config": b"{}", **run})
+    async with fake({GetRun: reply}) as (address, _):
+        mirror = Mirror(Connection(addresses=(address,)), accept)
+        async with mirrored(mirror):
+            await until(lambda: "may have another version of RolloutMQ than this host" in mirror.problem)
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/passwd", "weights.safetensors"])
+async def test_a_file_that_is_not_on_the_list_is_not_asked_for(tmp_path: Path, name: str) -> None:
+    own = RunLayout(tmp_path / "own")
+    files = (SharedFile(name=name, nbytes=4, mark="m"),)
+    run = RunReply(epoch=1, run="sums", digest="d", config=config().model_dump_json().encode(), files=files)
+    info = InfoReply(
+        epoch=1, info=RunInfo(), ingest="", events="", publish="", max_group_bytes=1, ports=(1, 2, 3)
+    )
+    async with fake({GetRun: run}, info) as (address, _):  # it would answer GetFile with another reply
+        mirror = Mirror(Connection(addresses=(address,)), accept, own.root)
+        async with mirrored(mirror):
+            await mirror.ready()
+    assert not list(own.model.iterdir())
+
+
+async def test_a_broker_of_another_version_ends_the_mirror(tmp_path: Path) -> None:
+    refusal = ErrorReply(code=ErrorCode.MALFORMED, detail="unknown kind get_run")
+    async with fake({GetRun: refusal}) as (address, _):
+        mirror = Mirror(Connection(addresses=(address,)), accept, tmp_path / "own")
+        with pytest.raises(ConfigError, match=r"unknown kind get_run.*install the same on both"):
+            await asyncio.wait_for(mirror.run(), 30)
+
+
+async def test_a_name_that_is_unknown_is_told(tmp_path: Path) -> None:
+    mirror = Mirror(Connection(addresses=("tcp://no-such-host.invalid:7760",)), accept, tmp_path / "own")
+    async with mirrored(mirror):
+        await until(lambda: "the name no-such-host.invalid is unknown here" in mirror.problem)
+
+
+async def test_why_a_key_is_refused_is_told(tmp_path: Path) -> None:
+    keys = KeyDirectory.create(tmp_path / "keys")
+    save_bundle(tmp_path / "w.key", keys.new("w", Role.WORKER))
+    keys.revoke("w")
+    (tmp_path / "run").mkdir()
+    section = {"listen": "tcp://127.0.0.1:0", "keys": str(tmp_path / "keys")}
+    with running_broker(config(broker=section), RunLayout(tmp_path / "run")) as broker:
+        where = Connection(addresses=(broker.endpoints.listen[0],), key=str(tmp_path / "w.key"))
+        mirror = Mirror(where, accept, tmp_path / "own")
+        async with mirrored(mirror):
+            await until(lambda: "key w was refused" in mirror.problem)
+            assert "revoked or unknown; get a new one" in mirror.problem

@@ -92,17 +92,23 @@ class Run:
         """Directory of the other host."""
         return RunLayout(self.hosts.home / "mirror")
 
-    def received(self, version: PolicyVersion) -> None:
-        wait_until(lambda: self.version() == version, f"{version} on the other host")
+    @property
+    def second(self) -> RunLayout:
+        """Directory of a third host."""
+        return RunLayout(self.hosts.home / "second")
 
-    def version(self) -> PolicyVersion | None:
-        address = segment_file.read_address(self.mirror.weights)
+    def received(self, version: PolicyVersion, layout: RunLayout | None = None) -> None:
+        wait_until(lambda: self.version(layout) == version, f"{version} on the other host")
+
+    def version(self, layout: RunLayout | None = None) -> PolicyVersion | None:
+        layout = layout or self.mirror
+        address = segment_file.read_address(layout.weights)
         if address is None:
             return None
         with torch.device("meta"):
-            model = build_policy(load_run(self.mirror.root)[0].model, 0)
-        tokenizer = directory_fingerprint(self.mirror.model)
-        share = WeightShare.attach(model, self.mirror.weights, tokenizer=tokenizer)
+            model = build_policy(load_run(layout.root)[0].model, 0)
+        tokenizer = directory_fingerprint(layout.model)
+        share = WeightShare.attach(model, layout.weights, tokenizer=tokenizer)
         try:
             return share.version
         finally:
@@ -122,17 +128,17 @@ class Run:
 def streamed(root: Path, listen: str = "tcp://127.0.0.1:0") -> Iterator[Run]:
     with hosts_at(root) as hosts:
         run = Run(hosts, listen)
-        mirror = run.mirror.weights
+        others = [run.mirror.weights, run.second.weights]
         try:
             yield run
         finally:
-            saved = mirror.read_bytes() if mirror.exists() else b""
+            saved = [one.read_bytes() for one in others if one.exists()]
             try:
                 run.close()
             finally:
-                if saved:
-                    left = root / "weights.json"
-                    left.write_bytes(saved)
+                for number, address in enumerate(saved):
+                    left = root / f"weights-{number}.json"
+                    left.write_bytes(address)
                     segment_file.sweep(left)
 
 
@@ -171,6 +177,56 @@ def test_a_joined_engine_samples_with_the_newest_version(tmp_path: Path, listen:
         assert "name=trainer " in run.hosts.log("relay.log"), "the sender knows the name of the key"
         assert end(engine) == 0
         assert end(relay) == 0
+
+
+def test_a_relay_behind_a_relay_gets_the_weights_from_it(tmp_path: Path) -> None:
+    """The broker gives tickets for a relay of another host, which tells it address and secret."""
+    with streamed(tmp_path) as run:
+        first = run.way(Role.ENGINE, "engine-b")
+        key = run.hosts.key("engine-c", Role.ENGINE)
+        second = ("--connect", run.hosts.address, "--key", str(key), "--run-dir", str(run.second.root))
+        serves = ("--listen", "tcp://127.0.0.1:0", "--name", "b")
+        relays = [run.hosts.start("relay", *first, *serves, log="b.log")]
+        relays.append(run.hosts.start("relay", *second, "--behind", "relay.b", "--name", "c", log="c.log"))
+        run.step(1)
+        run.received(V(0, 1), run.second)
+        assert "name=engine-c" in run.mirror.log("relay").read_text()
+        assert "name=engine-c" not in run.hosts.log("relay.log")
+        watch = run.hosts.key("eye", Role.MONITOR)
+
+        def told() -> str:
+            shown = run.hosts.run("status", "--connect", run.hosts.address, "--key", str(watch))
+            assert shown.returncode == 0, shown.stderr
+            return shown.stdout
+
+        wait_until(lambda: "relay.c on" in told(), "the second relay")
+        lines = told().splitlines()
+        host = os.uname().nodename
+        assert any(f"relay.b on {host}, key engine-b: version 0.1" in line for line in lines), lines
+        assert any("serves tcp://127.0.0.1:" in line for line in lines)
+        assert any(f"relay.c on {host}, key engine-c: version 0.1" in line for line in lines), lines
+        assert any("engine-b, role engine from 127.0.0.1, heard now" in line for line in lines), lines
+        assert end(relays[0]) == 0
+        wait_until(lambda: "no relay relay.b is heard" in told(), "what the second relay waits for")
+        run.step(2)
+        relays[0] = run.hosts.start("relay", *first, *serves, log="b.log")
+        run.received(V(0, 2), run.second)
+        assert [end(one) for one in relays] == [0, 0]
+
+
+@pytest.mark.parametrize("listen", [SEALED])
+def test_a_relay_without_the_extra_ends_and_names_it(
+    tmp_path: Path, listen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with streamed(tmp_path, listen) as run:
+        absent = tmp_path / "absent" / "cryptography"
+        absent.mkdir(parents=True)
+        (absent / "__init__.py").write_text("raise ImportError('absent')\n")
+        monkeypatch.setenv("PYTHONPATH", f"{absent.parent}:{os.environ.get('PYTHONPATH', '')}")
+        ended = run.hosts.run("relay", *run.way(Role.ENGINE))
+        assert ended.returncode == 3, ended.stderr
+        assert "run pip install 'rolloutmq[cluster]'" in ended.stderr.splitlines()[-1]
+        assert not run.mirror.weights.exists()
 
 
 def test_a_key_of_another_role_gets_no_weights(tmp_path: Path) -> None:

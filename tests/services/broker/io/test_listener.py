@@ -11,7 +11,7 @@ import zmq
 
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.encoding import topics
-from rolloutmq.bus.encoding.codec import encode_envelope, encode_group
+from rolloutmq.bus.encoding.codec import decode_event, encode_envelope, encode_group
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport import sockets
 from rolloutmq.bus.transport.endpoint import resolve_blocking
@@ -36,6 +36,7 @@ from rolloutmq.schemas.wire.envelope import (
     RewardSummary,
     Split,
 )
+from rolloutmq.schemas.wire.joining import KeyUse, NetworkStatus
 from rolloutmq.schemas.wire.replies import Registered, Reply
 from rolloutmq.schemas.wire.requests import (
     DeclareTables,
@@ -351,3 +352,38 @@ def test_a_revocation_ends_living_use(net: Net) -> None:
             other.send(group("g"))
             assert other.flush(LIMIT_S)
             assert ear.poll(LIMIT_S) is not None
+
+
+def test_the_status_tells_the_use_and_the_refusals_of_each_key(net: Net) -> None:
+    worker, watch = net.key("w", Role.WORKER), net.key("m", Role.MONITOR)
+    with net.broker() as broker:
+        serve = broker.endpoints.listen[0]
+        with (
+            BlockingClient(serve, keys=load_keys(worker)) as client,
+            BlockingClient(serve, keys=load_keys(watch)) as monitor,
+            BlockingSubscriber(
+                broker.endpoints.listen[2], [topics.telemetry("network", "")], keys=load_keys(watch)
+            ) as events,
+        ):
+            for _ in range(3):
+                with pytest.raises(RefusedError):
+                    client.request(Drain(worker="x"), LIMIT_S)
+
+            def uses() -> dict[str, KeyUse]:
+                reply = monitor.request(GetStatus(), LIMIT_S)
+                assert isinstance(reply, StatusReply)
+                found = reply.network
+                return {one.name: one for one in found.keys} if found is not None else {}
+
+            wait_for(lambda: {"w", "m"} <= uses().keys())
+            told = uses()
+            assert told["w"].role == "worker"
+            assert told["w"].hosts == ("127.0.0.1",)
+            assert told["w"].refused == {"drain workers": 3}
+            assert told["m"].refused == {}
+            event = events.poll(LIMIT_S)
+            assert event is not None
+            assert event[0] == b"telemetry.network.run"
+            decoded = decode_event(event[1])
+            assert isinstance(decoded, NetworkStatus)
+            assert (decoded.listen, decoded.insecure, decoded.known_keys) == (serve, False, 2)

@@ -15,7 +15,7 @@ from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.schemas.errors import (
     LimitExceededError,
     MalformedError,
-    MissingError,
+    PackageMissingError,
     RolloutMQError,
     WeightsDamagedError,
     WeightsNotSentError,
@@ -221,7 +221,7 @@ def test_a_sealed_frame_cannot_be_sent_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_cipher_is_told_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.ciphers.aead", None)
     with pytest.raises(
-        MissingError, match=r"cryptography is missing: run pip install 'rolloutmq\[cluster\]'"
+        PackageMissingError, match=r"cryptography is missing: run pip install 'rolloutmq\[cluster\]'"
     ):
         require_cipher()
 

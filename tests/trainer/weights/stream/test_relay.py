@@ -17,7 +17,7 @@ from tests.trainer.weights.stream.support import Engine, Trainer, V, received
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, WeightsTornError
+from rolloutmq.schemas.errors import ConfigError, PackageMissingError, WeightsTornError
 from rolloutmq.schemas.files import RunLayout, StreamAddress
 from rolloutmq.services.inference.jobs import Job
 from rolloutmq.services.inference.sampling import Sampling
@@ -25,7 +25,8 @@ from rolloutmq.services.inference.tiny.policy import ServedPolicy
 from rolloutmq.trainer.policy.model import build_policy, write_identity
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.posix_shm import WeightShare
-from rolloutmq.trainer.weights.stream.relay import serving
+from rolloutmq.trainer.weights.stream.channel import Channel
+from rolloutmq.trainer.weights.stream.relay import Following, serving
 from rolloutmq.trainer.weights.stream.sources import RunSource
 
 DEADLINE_S = 60.0
@@ -149,6 +150,22 @@ def test_a_relay_says_what_it_waits_for(host: RunLayout, trainer: Trainer, relay
     _until(lambda: b"waiting for=weights reason=" in log.read_bytes())
     assert f"{trainer.layout.stream} is not there" in log.read_text()
     assert relays.end(host, signal.SIGTERM) == 0
+
+
+class Sealed:
+    """A source that encrypts, on a host without the package for it."""
+
+    def dial(self) -> Channel:
+        raise PackageMissingError("the package cryptography", "install it")
+
+
+def test_a_relay_without_the_package_for_encryption_ends(host: RunLayout) -> None:
+    following = Following(host, Sealed())
+    try:
+        with pytest.raises(PackageMissingError):
+            following.run()
+    finally:
+        following.close()
 
 
 def test_an_engine_samples_with_the_received_version(run_dir: Path, host: RunLayout) -> None:

@@ -14,7 +14,7 @@ const GPUS = 8;
 export const machines = {
   id: "machines",
   title: "GPUs, engines, processes",
-  needs: ["gpus", "gpu_absence", "engines", "engine_target", "trainers", "host", "processes", "history", "run"],
+  needs: ["gpus", "gpu_absence", "engines", "engine_target", "trainers", "host", "processes", "network", "history", "run"],
   mount(body, { actions }) {
     const grid = el("div", { class: "grid" });
     body.append(grid);
@@ -49,6 +49,9 @@ export const machines = {
     gpuPanel.classList.add("whole");
     grid.prepend(gpuPanel);
     grid.append(panel("Engines", engineRoom), panel("Trainers", trainerRoom), panel("Host and processes", hostLine, processRoom));
+    const others = el("ul", { class: "plain-list" });
+    const otherHosts = panel("Other hosts", others);
+    grid.append(otherHosts);
     return (store) => {
       const cards = store.list("gpus");
       gpus.draw(cards);
@@ -63,6 +66,9 @@ export const machines = {
       engines.draw(store.list("engines"));
       trainers.draw(store.list("trainers"));
       processes.draw(store.list("processes"));
+      const network = store.list("network");
+      show(otherHosts, network.length > 0);
+      others.replaceChildren(...network.map((one) => el("li", { class: one.unwell ? "warn" : "", text: `${plain(one.what, 20)}: ${plain(one.text, 400)}` })));
       const host = store.get("host");
       show(hostLine, Boolean(host));
       if (host) {

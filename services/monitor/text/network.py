@@ -1,0 +1,124 @@
+"""Other hosts as lines of a label and a text, for status, `top` and the page. Pure."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from rolloutmq.schemas.wire.control import WorkerStatus
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.joining import JoinedEngine, JoinedRelay, KeyUse, NetworkStatus
+
+SHOWN: Final = 8
+"""Most lines of one kind."""
+SILENT_S: Final = 5.0
+"""Silence of a process of another host from which it is unwell."""
+
+
+class NetworkLine(NamedTuple):
+    """One line. `is_unwell`: a person should look."""
+
+    label: str
+    text: str
+    is_unwell: bool = False
+
+
+def lines(network: NetworkStatus | None, workers: Iterable[WorkerStatus] = ()) -> list[NetworkLine]:
+    """Return what is known of other hosts, nothing without a listener.
+
+    Args:
+        network: What the broker told.
+        workers: The workers of the run.
+    """
+    if network is None:
+        return []
+    return [
+        _listener(network),
+        *_first([_key(one) for one in _relevant(network.keys)], "keys"),
+        *_first([*_workers(network, workers)], "hosts with workers"),
+        *_first([_engine(one) for one in network.engines], "engines"),
+        *_first([_relay(one, network.version) for one in network.relays], "relays"),
+    ]
+
+
+def _first(found: Sequence[NetworkLine], what: str) -> list[NetworkLine]:
+    more = len(found) - SHOWN
+    return [*found] if more <= 0 else [*found[:SHOWN], NetworkLine(found[0].label, f"and {more} more {what}")]
+
+
+def _relevant(keys: Sequence[KeyUse]) -> list[KeyUse]:
+    """Return the keys, those with refusals first."""
+    return sorted(keys, key=lambda one: -sum(one.refused.values()))
+
+
+def _listener(network: NetworkStatus) -> NetworkLine:
+    if network.insecure:
+        return NetworkLine("listen", f"{network.listen} insecure: asks for no key", True)
+    return NetworkLine(
+        "listen", f"{network.listen}, keys in use: {len(network.keys)} of {network.known_keys}"
+    )
+
+
+def _key(key: KeyUse) -> NetworkLine:
+    role = f"role {key.role}" if key.role else "revoked"
+    hosts = f" from {', '.join(key.hosts)}" if key.hosts else ""
+    refused = ", ".join(f"{what} {count}" for what, count in sorted(key.refused.items(), key=_by_count))
+    text = f"{key.name}, {role}{hosts}, heard {_ago(key.silent_s)}"
+    return NetworkLine("key", f"{text}; refused: {refused}" if refused else text, bool(refused))
+
+
+def _by_count(item: tuple[str, int]) -> tuple[int, str]:
+    return -item[1], item[0]
+
+
+def _workers(network: NetworkStatus, workers: Iterable[WorkerStatus]) -> Iterator[NetworkLine]:
+    """Yield a line for the workers of each host and key."""
+    groups: defaultdict[tuple[str, str], list[WorkerStatus]] = defaultdict(list)
+    for one in workers:
+        if one.joined and one.state != "gone":
+            groups[one.host, network.workers.get(one.worker, "")].append(one)
+    for (host, key), found in sorted(groups.items()):
+        silent = sum(one.is_silent for one in found)
+        names = ", ".join(one.worker for one in found[:3]) + (", ..." if len(found) > 3 else "")
+        count = f"{len(found)} worker{'s' if len(found) > 1 else ''}"
+        lost = f"; {silent} silent" if silent else ""
+        yield NetworkLine("joined", f"{count} on {_place(host, key)}: {names}{lost}", bool(silent))
+
+
+def _engine(engine: JoinedEngine) -> NetworkLine:
+    place = _place(engine.host, engine.key)
+    return NetworkLine(
+        "joined",
+        f"{engine.name} on {place}, heard {_ago(engine.silent_s)}",
+        engine.silent_s > SILENT_S,
+    )
+
+
+def _relay(relay: JoinedRelay, newest: PolicyVersion) -> NetworkLine:
+    text = f"{relay.name} on {_place(relay.host, relay.key)}: {_lag(relay.version, newest)}"
+    if relay.serves:
+        text += f", serves {relay.serves}"
+    if relay.waits_for:
+        text += f"; waits: {relay.waits_for}"
+    if relay.silent_s > SILENT_S:
+        text += f"; silent for {relay.silent_s:.0f} s"
+    return NetworkLine("relay", text, bool(relay.waits_for) or relay.silent_s > SILENT_S)
+
+
+def _lag(version: PolicyVersion | None, newest: PolicyVersion) -> str:
+    if version is None:
+        return "no version yet"
+    name = f"version {version.incarnation}.{version.step}"
+    if version.incarnation < newest.incarnation:
+        return f"{name}, of an earlier trainer"
+    behind = newest.step - version.step
+    if version.incarnation > newest.incarnation or behind <= 0:
+        return f"{name}, the newest"
+    return f"{name}, {behind} step{'s' if behind > 1 else ''} behind"
+
+
+def _place(host: str, key: str) -> str:
+    return f"{host or 'an unnamed host'}, {f'key {key}' if key else 'without a key'}"
+
+
+def _ago(seconds: float) -> str:
+    return "now" if seconds < SILENT_S else f"{seconds:.0f} s ago"
