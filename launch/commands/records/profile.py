@@ -107,7 +107,7 @@ def profiled(run_dir: Path) -> Profile:
     follower = HopFollower()
     if recorded:
         history = JournalHistory(layout.journal)
-        for at, event in history:
+        for at, event in history.with_unlogged():
             follower.apply(at, event)
         unread += history.damage
     sums = {
