@@ -196,8 +196,7 @@ def _latencies(path: Path, damaged: Counter[str]) -> dict[LatencyKey, Percentile
             damaged[path.name] += 1
         else:
             sums.add(sample)
-    found = {key: Percentiles.of(one) for key, one in sums.histograms().items()}
-    return {key: one for key, one in found.items() if key.split is Split.TRAIN}
+    return {key: one for key, one in sums.percentiles().items() if key.split is Split.TRAIN}
 
 
 def _sample(line: bytes) -> LatencySample | None:
