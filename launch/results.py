@@ -41,6 +41,7 @@ from rolloutmq.services.broker.journal.inspect.history import JournalHistory
 from rolloutmq.services.broker.journal.inspect.ledger_model import SnapshotModel, remaining_ids
 from rolloutmq.services.broker.journal.inspect.verify import recount
 from rolloutmq.services.broker.snapshots.memory_snapshot import load
+from rolloutmq.services.dashboard.record.damage import damaged_lines
 from rolloutmq.services.monitor.liveness import UNENDED, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
@@ -380,6 +381,7 @@ def summary_now(config: RunConfig, layout: RunLayout) -> dict[str, Any]:
         lives=_lives(layout),
         ledger=records.ledger,
         as_of=records.as_of,
+        damaged_lines=damaged_lines(layout.metrics),
     )
     return {**summary, "ended": reason}
 
@@ -407,6 +409,7 @@ def _summary(
         lives=_lives(layout),
         ledger=records.ledger,
         as_of=records.as_of,
+        damaged_lines=damaged_lines(layout.metrics),
     )
     return {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
 

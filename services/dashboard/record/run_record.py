@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rolloutmq.schemas.statistics.histogram import Histogram
+from rolloutmq.schemas.statistics.series import Fold, SeriesBook
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.dashboard.record.latencies import Latencies
@@ -30,7 +31,6 @@ from rolloutmq.services.dashboard.record.lines import (
     StepLine,
     decoded,
 )
-from rolloutmq.services.dashboard.record.series import Fold, SeriesBook
 from rolloutmq.services.monitor.profile.usage import Usage, UsageSums
 from rolloutmq.services.monitor.report import history
 from rolloutmq.services.monitor.report.waited import Waited, WaitedLives, Waiting
