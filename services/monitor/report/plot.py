@@ -45,21 +45,24 @@ SMOOTHED_STEPS: Final = 20
 """Window of the reward curve: one step has only 16 groups, so it is noisy."""
 
 
-def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any], to: Path) -> None:
+def write_report(
+    layout: RunLayout, config: RunConfig, summary: dict[str, Any], to: Path, metrics: Metrics | None = None
+) -> None:
     """Draw a run.
 
     Args:
-        layout: Location of `metrics.jsonl` and the logs of batches.
+        layout: Location of the logs of batches, and of `metrics.jsonl`.
         config: Source of setpoint and bound.
         summary: Key figures for the title, as returned by `summarise`.
         to: The picture (.png).
+        metrics: Series of `metrics.jsonl`. Default: they are read.
 
     Raises:
         MissingError: matplotlib is not installed.
         DamagedFileError: A log of batches is damaged.
     """
     figure = blank(WIDTH_PX / DPI, HEIGHT_PX / DPI, DPI)
-    metrics = read_metrics(layout.metrics)
+    metrics = metrics or read_metrics(layout.metrics)
     log = read_settled(layout)
     heights = (3.2, 2.0, 1.4, 1.4, *([1.4] if metrics.figures else []))
     panels = figure.subplots(

@@ -281,6 +281,7 @@ def summarise(
     lives: Sequence[Life] = (),
     ledger: LedgerFigures | None = None,
     as_of: float = inf,
+    seen: Metrics | None = None,
     damaged_lines: int = 0,
 ) -> dict[str, Any]:
     """Join the logs of a run.
@@ -293,6 +294,7 @@ def summarise(
         lives: Lives of the run, each with its end; none if no launcher started it.
         ledger: The broker's ledger, if the trainer wrote no log; it then supplies the counts of groups.
         as_of: Time at which a running broker's records were read, wall-clock seconds: it has what was accepted since.
+        seen: Series of `metrics.jsonl`. Default: they are read.
         damaged_lines: Lines of `metrics.jsonl` that do not decode.
 
     Returns:
@@ -348,7 +350,7 @@ def summarise(
     saved = [name for name in saved_ids(layout) if name not in acks.evaluated]
     ledger = ledger.without(acks.evaluated) if ledger is not None else None
     accounts = settle_accounts(acks.ids, log, dropped, acks.since.union(saved), ledger)
-    seen = read_metrics(layout.metrics)
+    seen = seen or read_metrics(layout.metrics)
     fewest = sum(env.min_workers for env in config.environment.values())
     ready = _ready(seen, log, lives, fewest)
     if lives:
