@@ -2,6 +2,9 @@
 
 The launcher locks `run.lock` while it runs and identifies itself in `run.json`. A directory with an earlier run is
 moved aside, never mixed with a new run and never deleted, unless the new run resumes it.
+
+The journal's readers are imported by the functions that need them: each command that names a run imports this module,
+and they would take a tenth of the CPU until `top` shows it.
 """
 
 import fcntl
@@ -27,9 +30,6 @@ from rolloutmq.schemas.files import EndNotice, RunLayout, ServiceCrash
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.printable import shell_word
 from rolloutmq.schemas.process import ProcessIdentity, Role
-from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.read.trim import trim
-from rolloutmq.services.broker.journal.read.versions import require_own_records, require_version_of
 from rolloutmq.services.inference.vllm import socket_dir
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
@@ -75,6 +75,8 @@ def _claim(root: Path, token: str, stack: ExitStack, *, resume: bool) -> RunLayo
     if root.exists():
         require_private(root)
     if resume:
+        from rolloutmq.services.broker.journal.read.versions import require_own_records
+
         # Before the lock, so that nothing at all is written beside the files of another version.
         require_own_records(found)
         require_own_spools(found.spools)
@@ -159,6 +161,10 @@ def trim_journal(layout: RunLayout) -> None:
     """Free the disk space a killed broker had reserved for its journal; skip it while a broker runs."""
     if not layout.journal.is_dir():
         return
+    from rolloutmq.services.broker.journal.disk import Disk
+    from rolloutmq.services.broker.journal.read.trim import trim
+    from rolloutmq.services.broker.journal.read.versions import require_version_of
+
     with suppress(RolloutMQError):
         try:
             require_version_of(layout.journal, Disk())  # before the claim writes its lock
