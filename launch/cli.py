@@ -357,12 +357,16 @@ def top(
     ] = False,
 ) -> None:
     """Watch a run live, and change it by keys: ? lists them."""
-    from rolloutmq.schemas.process import python_command
-    from rolloutmq.services.monitor.live.top import Shown
-    from rolloutmq.services.monitor.live.top import top as watch
+    from rolloutmq.bus.lifecycle import gc_paused
 
+    with gc_paused():
+        from rolloutmq.schemas.process import python_command
+        from rolloutmq.services.monitor.live.top import Shown
+        from rolloutmq.services.monitor.live.top import top as watch
+
+        run_dir = shown(connect, key, run, run_dir)
     program = python_command(sys.executable, "rolloutmq.launch.cli")
-    raise typer.Exit(watch(shown(connect, key, run, run_dir), Shown(once, as_json, no_color, program)))
+    raise typer.Exit(watch(run_dir, Shown(once, as_json, no_color, program)))
 
 
 @app.command(rich_help_panel=INSPECT)

@@ -38,7 +38,7 @@ from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.preflight.hub import fetch, sources_of
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import END_SIGNAL, claimed, clear, living, trim_journal
+from rolloutmq.launch.rundir import END_SIGNAL, CrashNotes, claimed, clear, living, trim_journal
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import OutputFailedError, WireError
 from rolloutmq.schemas.files import EndNotice, RunLayout
@@ -202,8 +202,10 @@ class Launcher:
             token,
             Backoff(limits.backoff_s, limits.backoff_max_s, limits.crash_limit, limits.stable_s),
             identities=layout.processes,
+            on_change=self._note_crash,
             seed=config.run.seed,
         )
+        self._crashes = CrashNotes(layout)
         self._roles: dict[str, Role] = {}
         self._killed = False
 
@@ -245,6 +247,9 @@ class Launcher:
                 shown.set()
         end_marked(f"{self._token}/")
         return Ending(EXIT_INTERRUPTED, "killed by a second signal") if self._killed else ending
+
+    def _note_crash(self, view: ProcessView) -> None:
+        self._crashes.take(view, time.time())
 
     def _with_listener(self, spec: ProcessSpec) -> ProcessSpec:
         if self._listener is None or spec.role is not Role.GATEWAY:

@@ -41,11 +41,13 @@ from rolloutmq.services.broker.journal.inspect.history import JournalHistory
 from rolloutmq.services.broker.journal.inspect.ledger_model import SnapshotModel, remaining_ids
 from rolloutmq.services.broker.journal.inspect.verify import recount
 from rolloutmq.services.broker.snapshots.memory_snapshot import load
+from rolloutmq.services.dashboard.record.damage import damaged_lines
 from rolloutmq.services.monitor.liveness import UNENDED, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
 from rolloutmq.services.monitor.report.bias_table import table, verdict_line
 from rolloutmq.services.monitor.report.evaluation import Evaluations
+from rolloutmq.services.monitor.report.metrics import Metrics, read_metrics
 from rolloutmq.services.monitor.report.plot import bound_text, write_report
 from rolloutmq.services.monitor.report.summary import (
     LedgerFigures,
@@ -220,17 +222,21 @@ def survey(
     return Survey(find_bias(produced, accounts), dict(unreadable), tuple(history.damage))
 
 
-class BrokerRecords(NamedTuple):
-    """What the broker left, or has.
+class Records(NamedTuple):
+    """What the broker left, or has, and what was recorded of the run.
 
     Attributes:
         saved: Ids of the groups it still holds.
         ledger: Its ledger, if the trainer wrote no log.
+        seen: Series of `metrics.jsonl`.
+        damaged_lines: Lines of it that do not decode.
         as_of: Time before these were read if it runs, wall-clock seconds: it accepts more meanwhile.
     """
 
     saved: list[str]
     ledger: LedgerFigures | None
+    seen: Metrics
+    damaged_lines: int
     as_of: float = inf
 
 
@@ -279,7 +285,7 @@ def conclude(
     found = survey(layout, records.saved, records.ledger, records.as_of)
     summary = _summary(config, layout, reason, None, records, found)
     write_private(layout.summary, json.dumps(summary, indent=2).encode() + b"\n")
-    drawn = _picture(config, layout, summary) if picture else None
+    drawn = _picture(config, layout, summary, records.seen) if picture else None
     if as_json:
         sys.stdout.write(json.dumps({"event": "end", "summary": summary}) + "\n")
         return
@@ -346,7 +352,7 @@ def print_report(config: RunConfig, layout: RunLayout, *, as_json: bool, picture
     try:
         summary = _summary(config, layout, *_end(layout), records, found)
         if picture is not None:
-            write_report(layout, config, summary, picture)
+            write_report(layout, config, summary, picture, records.seen)
         drawn = picture or (layout.report if layout.report.exists() else None)
         lines = [*_lines(config, layout, summary, drawn, found), ""]
         for report in failure_reports(layout, _began(layout)):
@@ -380,6 +386,8 @@ def summary_now(config: RunConfig, layout: RunLayout) -> dict[str, Any]:
         lives=_lives(layout),
         ledger=records.ledger,
         as_of=records.as_of,
+        seen=records.seen,
+        damaged_lines=records.damaged_lines,
     )
     return {**summary, "ended": reason}
 
@@ -395,7 +403,7 @@ def _summary(
     layout: RunLayout,
     reason: str,
     wall_s: float | None,
-    records: BrokerRecords,
+    records: Records,
     found: Survey,
 ) -> dict[str, Any]:
     """Return the summary."""
@@ -407,22 +415,25 @@ def _summary(
         lives=_lives(layout),
         ledger=records.ledger,
         as_of=records.as_of,
+        seen=records.seen,
+        damaged_lines=records.damaged_lines,
     )
     return {**summary, "bias": found.bias.short(), "ended": reason, "seed": config.run.seed}
 
 
-def _read(layout: RunLayout, *, is_ours: bool) -> BrokerRecords:
+def _read(layout: RunLayout, *, is_ours: bool) -> Records:
     as_of = time.time() if fate_of(layout).broker else inf
     if layout.journal.is_dir():
         saved = remaining_ids(layout.journal)
     else:
         saved = load(layout.saved).ids if as_of == inf else _held(layout)
-    return BrokerRecords(saved, ledger_figures(layout, is_ours=is_ours), as_of)
+    ledger = ledger_figures(layout, is_ours=is_ours)
+    return Records(saved, ledger, read_metrics(layout.metrics), damaged_lines(layout.metrics), as_of)
 
 
-def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any]) -> Path | None:
+def _picture(config: RunConfig, layout: RunLayout, summary: dict[str, Any], seen: Metrics) -> Path | None:
     try:
-        write_report(layout, config, summary, layout.report)
+        write_report(layout, config, summary, layout.report, seen)
     except MissingError as error:
         logger.warning("picture not written reason=%s", error)
         return None

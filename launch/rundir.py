@@ -2,6 +2,9 @@
 
 The launcher locks `run.lock` while it runs and identifies itself in `run.json`. A directory with an earlier run is
 moved aside, never mixed with a new run and never deleted, unless the new run resumes it.
+
+The journal's readers are imported by the functions that need them: each command that names a run imports this module,
+and they would take a tenth of the CPU until `top` shows it.
 """
 
 import fcntl
@@ -23,15 +26,13 @@ from rolloutmq.bus.rundir import read_json, read_lives, usable, write_json
 from rolloutmq.bus.shm.segment_file import sweep
 from rolloutmq.bus.transport.bindings import bindings, claim
 from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
-from rolloutmq.schemas.files import EndNotice, RunLayout
+from rolloutmq.schemas.files import EndNotice, RunLayout, ServiceCrash
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.printable import shell_word
 from rolloutmq.schemas.process import ProcessIdentity, Role
-from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.read.trim import trim
-from rolloutmq.services.broker.journal.read.versions import require_own_records, require_version_of
 from rolloutmq.services.inference.vllm import socket_dir
 from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
+from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
 from rolloutmq.services.process.child import end_strays
 from rolloutmq.services.process.identity import alive, identify
 from rolloutmq.trainer.weights import address
@@ -42,6 +43,8 @@ RUNS: Final = Path("runs")
 """Directory that commands search for a run by default."""
 END_SIGNAL: Final = signal.SIGUSR1
 """Asks the launcher for an orderly end, any number of times: it never counts as the second signal, which kills."""
+REASON_CHARS: Final = 1000
+"""Longest reason of a crash: the last line of a log may be longer."""
 STRAY_GRACE_S: Final = 5.0
 """Time the processes of a killed launcher have to end."""
 
@@ -72,6 +75,8 @@ def _claim(root: Path, token: str, stack: ExitStack, *, resume: bool) -> RunLayo
     if root.exists():
         require_private(root)
     if resume:
+        from rolloutmq.services.broker.journal.read.versions import require_own_records
+
         # Before the lock, so that nothing at all is written beside the files of another version.
         require_own_records(found)
         require_own_spools(found.spools)
@@ -89,6 +94,7 @@ def _claim(root: Path, token: str, stack: ExitStack, *, resume: bool) -> RunLayo
         stack.enter_context(_locked(layout.root))
     layout.logs.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
     layout.ending.unlink(missing_ok=True)
+    layout.crashes.unlink(missing_ok=True)
     write_json(layout.owner, identify("up", Role.LAUNCHER, os.getpid(), token))
     stack.callback(layout.owner.unlink, missing_ok=True)
     return layout
@@ -155,6 +161,10 @@ def trim_journal(layout: RunLayout) -> None:
     """Free the disk space a killed broker had reserved for its journal; skip it while a broker runs."""
     if not layout.journal.is_dir():
         return
+    from rolloutmq.services.broker.journal.disk import Disk
+    from rolloutmq.services.broker.journal.read.trim import trim
+    from rolloutmq.services.broker.journal.read.versions import require_version_of
+
     with suppress(RolloutMQError):
         try:
             require_version_of(layout.journal, Disk())  # before the claim writes its lock
@@ -170,11 +180,33 @@ def clear(layout: RunLayout) -> None:
     All processes of the run must have ended.
     """
     layout.ending.unlink(missing_ok=True)
+    layout.crashes.unlink(missing_ok=True)
     sweep(layout.weights)
     address.sweep(layout.weights)
     socket_dir.clear(layout)
     with suppress(RolloutMQError), claim(layout), bindings(layout):
         layout.endpoints.unlink(missing_ok=True)
+
+
+class CrashNotes:
+    """The crashes of the launcher's services, in a file for the views: they know only processes that live.
+
+    Args:
+        layout: The run directory.
+    """
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._path = layout.crashes
+        self._known: dict[str, ServiceCrash] = {}
+
+    def take(self, view: ProcessView, wall: float) -> None:
+        """Take a changed view of a service at this wall clock. On a full disk nothing is told, and the run goes on."""
+        if view.crashes and view.phase is Phase.WAITING:
+            self._known[view.name] = ServiceCrash(view.name, view.crashes, wall, view.reason[:REASON_CHARS])
+        elif view.crashes or self._known.pop(view.name, None) is None:
+            return
+        with suppress(OSError):
+            write_json(self._path, [*self._known.values()])
 
 
 def end_waits(layout: RunLayout) -> str:

@@ -5,6 +5,7 @@ hub.json             models and data sets of a hub, with commits         launche
 run.json             owner of the run directory (ProcessIdentity)       launcher
 lives.json           start and end of each life of the run (list of Life)    launcher
 ending.json          what the end of the run waits for                  launcher, while an end lasts
+crashes.json         services that crashed in a row, and why             launcher, while it lives
 processes.json       live processes (list of ProcessIdentity)           launcher; workers.json: orchestrator
 engines.json         live engines of the orchestrator                   orchestrator
 supervision.json     state of each worker                               orchestrator
@@ -75,6 +76,7 @@ class RunLayout:
         self.owner = root / "run.json"
         self.lives = root / "lives.json"
         self.ending = root / "ending.json"
+        self.crashes = root / "crashes.json"
         self.processes = root / "processes.json"
         self.workers = root / "workers.json"
         self.engines = root / "engines.json"
@@ -311,6 +313,18 @@ class EndNotice(msgspec.Struct, frozen=True):
     """`ending.json`: what the end of the run waits for, as one line."""
 
     text: str
+
+
+class ServiceCrash(msgspec.Struct, frozen=True):
+    """`crashes.json`: a list of these, the services that crashed and were not up for `orchestrator.stable_s` since."""
+
+    name: str
+    crashes: int
+    """Crashes in a row."""
+    at: float
+    """Wall clock of the last one."""
+    reason: str
+    """How it ended."""
 
 
 class OpenPoint(msgspec.Struct, frozen=True):

@@ -74,12 +74,12 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True):
                 counts[at] += count
         return Histogram(first, tuple(counts), self.total_s + other.total_s)
 
-    def percentile_s(self, percent: float, longest_s: float = inf) -> float:
+    def percentile_s(self, percent: float, slowest_s: float = 0.0) -> float:
         """Return the shortest duration that so many percent of all do not exceed.
 
         Args:
             percent: Above 0, at most 100.
-            longest_s: The longest duration, if it is known: the result does not exceed it, as a bucket may.
+            slowest_s: The longest duration; 0 if it is not known. The result does not exceed it, as a bucket may.
 
         Returns:
             Seconds, with a relative error of at most `RELATIVE_ERROR` between `SHORTEST_S` and `LONGEST_S`; 0 without
@@ -93,7 +93,7 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True):
             return 0.0
         below = [*accumulate(self.counts)]
         rank = max(1, ceil(below[-1] * percent / 100))
-        return min(longest_s, _duration_of(self.first + bisect_left(below, rank)))
+        return min(slowest_s or inf, _duration_of(self.first + bisect_left(below, rank)))
 
 
 class HistogramBuilder:

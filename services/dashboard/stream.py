@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from rolloutmq.services.dashboard.record.series import SeriesBook
+from rolloutmq.schemas.statistics.series import SeriesBook
 
 RETRY_MS: Final = 1000
 """Time after which a browser opens a broken stream again."""

@@ -63,11 +63,12 @@ class Run:
         monkeypatch.setattr(local, "plan", lambda *_: self._specs)
         monkeypatch.setattr(local, "conclude", self.conclude)
 
-    def add(self, role: Role, script: str) -> None:
+    def add(self, role: Role, script: str, *, observer: bool = False) -> None:
         """Let the run have a process of this role."""
         argv = (sys.executable, "-c", PRELUDE + script, str(self.layout.root))
         log = str(self.layout.log(role.value))
-        self._specs.append(ProcessSpec(name=role.value, role=role, argv=argv, log=log))
+        spec = ProcessSpec(name=role.value, role=role, argv=argv, log=log, observer=observer)
+        self._specs.append(spec)
 
     def conclude(
         self, _config: RunConfig, _layout: RunLayout, reason: str, *, picture: bool, as_json: bool
@@ -217,6 +218,25 @@ def test_down_can_read_what_a_lasting_end_waits_for(run: Run, monkeypatch: pytes
     assert run.up() == 130
     assert "waits for: broker saves the queued groups" in (run.layout.root / "read").read_text()
     assert not run.layout.ending.exists()
+
+
+def test_views_can_read_that_telemetry_crashes_on_and_on(run: Run) -> None:
+    """It is restarted for ever, and does not live most of the time: no view would say what is missing."""
+    run.add(Role.TELEMETRY, "sys.exit('error: port 9 is taken')\n", observer=True)
+    run.add(
+        Role.BROKER,
+        "found = run_dir / 'crashes.json'\n"
+        "while not (found.exists() and b'\"crashes\":2' in (text := found.read_bytes()).replace(b' ', b'')):\n"
+        "    time.sleep(0.01)\n"
+        "(run_dir / 'read').write_bytes(text)\n"
+        "os.kill(launcher, signal.SIGUSR1)\n"
+        "signal.pause()\n",
+    )
+    assert run.up("orchestrator.backoff_s=0.01") == 130
+    (told,) = json.loads((run.layout.root / "read").read_bytes())
+    assert (told["name"], told["crashes"]) == ("telemetry", 2)
+    assert told["reason"] == "exit code 1: error: port 9 is taken"
+    assert not run.layout.crashes.exists(), "it ends with the run"
 
 
 def test_a_hangup_ends_the_run_in_order(run: Run) -> None:

@@ -34,6 +34,7 @@ from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
 from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.dashboard.record.damage import damaged_lines
 from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.text.jsonl import read_lines
 from rolloutmq.services.worker.user_code.failures import UserFailure
@@ -218,6 +219,15 @@ def test_damaged_lines_of_the_metrics_cost_neither_summary_nor_exit_code(layout:
     assert summary_of(layout)["metrics_lines_damaged"] == 2
     layout.metrics.unlink()
     assert "not read" not in report(layout).stdout
+
+
+def test_the_report_counts_the_damaged_lines_that_the_page_counts(layout: RunLayout) -> None:
+    layout.metrics.write_bytes(
+        b'{"t":1.0,"kind":"latency_sample","rows":7}\n{"t":1.0,"kind":"gpu_sample","uuid":4}\n'
+        b'{"t":1.0,"kind":"unknown","figures":7}\n'
+    )
+    assert "\nnot read   2 lines of metrics.jsonl, damaged\n" in report(layout).stdout
+    assert damaged_lines(layout.metrics) == 2
 
 
 def test_counts_of_a_trainer_of_ones_own_are_those_of_the_ledger(run_dir: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_resumed_run_forgets_the_servers_of_its_earlier_life(run_dir: Path) ->
     """Else workers would roll out before a server is up, and count the wait as the duration of the rollout."""
     layout = RunLayout(run_dir)
     configure(layout)
-    servers = [layout.inference, layout.engine("inference-2"), layout.teacher]
+    servers = [layout.inference, layout.engine("inference-2"), layout.teacher, layout.crashes]
     kept = [layout.gateway, layout.root / "inference-notes.json"]
     for path in (*servers, *kept):
         path.write_text("{}")

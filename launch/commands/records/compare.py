@@ -14,6 +14,7 @@ from rolloutmq.launch.results import summary_now
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.services.broker.journal.read.versions import require_own_records
+from rolloutmq.services.dashboard.record.damage import damaged_lines
 from rolloutmq.services.monitor.compare.compared_run import ComparedRun, compared
 from rolloutmq.services.monitor.compare.plot import draw
 from rolloutmq.services.monitor.compare.table import Failed, comparison_json, lines
@@ -66,4 +67,5 @@ def _compared(run_dir: Path) -> ComparedRun:
         summary, problem = summary_now(config, layout), ""
     except RolloutMQError as error:
         summary, problem = None, f"no summary: {error}"
-    return compared(run_dir, config, fate, summary, problem)
+    damaged = damaged_lines(layout.metrics)
+    return compared(run_dir, config, fate, summary, problem, damaged_lines=damaged)

@@ -4,7 +4,6 @@ A duration below the error between the clocks of two hosts is not known: it is s
 """
 
 from collections.abc import Iterator
-from math import inf
 from typing import Any, Final
 
 from rolloutmq.schemas.statistics.histogram import Histogram
@@ -63,7 +62,7 @@ def percent_heads() -> str:
 
 def durations_of(one: Histogram, clock_error_s: float, slowest_s: float) -> str:
     """Return the mean and the percentiles of a row, each nine characters or more; `slowest_s` is 0 if not known."""
-    values = (one.mean_s, *(one.percentile_s(percent, slowest_s or inf) for percent in PERCENTS))
+    values = (one.mean_s, *(one.percentile_s(percent, slowest_s) for percent in PERCENTS))
     return "".join(f" {_known(value, clock_error_s):>8}" for value in values)
 
 

@@ -8,7 +8,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from math import inf
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -107,7 +106,7 @@ def profiled(run_dir: Path) -> Profile:
     follower = HopFollower()
     if recorded:
         history = JournalHistory(layout.journal)
-        for at, event in history:
+        for at, event in history.with_unlogged():
             follower.apply(at, event)
         unread += history.damage
     sums = {
@@ -202,7 +201,7 @@ def profile_json(found: Profile) -> dict[str, Any]:
                 "groups": one.count,
                 "mean_s": one.mean_s,
                 **{
-                    f"p{percent:g}_s": one.percentile_s(percent, found.slowest[key].seconds or inf)
+                    f"p{percent:g}_s": one.percentile_s(percent, found.slowest[key].seconds)
                     for percent in PERCENTS
                 },
                 "slowest_s": found.slowest[key].seconds,

@@ -5,7 +5,6 @@ engine, route and status class.
 """
 
 from collections.abc import Iterable
-from math import inf
 from typing import Any, Final, NamedTuple
 
 from rolloutmq.schemas.statistics.histogram import Histogram, HistogramBuilder
@@ -123,7 +122,7 @@ def _percentiles(durations: Histogram, prefix: str, slowest_s: float) -> dict[st
     names = {"p50_s": 50.0, "p95_s": 95.0, "p99_s": 99.0, "p999_s": 99.9}
     is_known = bool(durations.counts)
     return {
-        prefix + name: _short(durations.percentile_s(percent, slowest_s or inf)) if is_known else None
+        prefix + name: _short(durations.percentile_s(percent, slowest_s)) if is_known else None
         for name, percent in names.items()
     }
 

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rolloutmq.schemas.statistics.histogram import Histogram
+from rolloutmq.schemas.statistics.series import Fold, SeriesBook
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.dashboard.record.latencies import Latencies
@@ -30,7 +31,6 @@ from rolloutmq.services.dashboard.record.lines import (
     StepLine,
     decoded,
 )
-from rolloutmq.services.dashboard.record.series import Fold, SeriesBook
 from rolloutmq.services.monitor.profile.usage import Usage, UsageSums
 from rolloutmq.services.monitor.report import history
 from rolloutmq.services.monitor.report.waited import Waited, WaitedLives, Waiting
@@ -117,7 +117,7 @@ class RunRecord:
         self._step = -1, -1
         self._targets: dict[str, tuple[int, str]] = {}
         self._cordons: dict[str, tuple[str, ...]] = {}
-        self._windows: dict[str, tuple[float, Histogram]] = {}
+        self._windows: dict[str, tuple[float, Histogram, float]] = {}
         self._training: deque[tuple[int, bytes]] = deque(maxlen=STEPS_KEPT)
         self._last: dict[tuple[str, str], tuple[int, bytes]] = {}
         self._findings: dict[tuple[str, str], tuple[int, bytes]] = {}
@@ -244,18 +244,18 @@ class RunRecord:
             if row.hop.has_status:
                 continue  # no curve is drawn of calls and requests, and their names would take the place of hops
             key = f"{row.hop}:{'eval:' if row.split is Split.EVAL else ''}{row.env}"
-            began, durations = self._windows.get(key, (line.t, Histogram()))
-            durations = durations.merged(row.durations)
+            began, durations, slowest_s = self._windows.get(key, (line.t, Histogram(), 0.0))
+            durations, slowest_s = durations.merged(row.durations), max(slowest_s, row.slowest_s)
             if line.t - began >= HOP_WINDOW_S or line.t < began:
                 values = {
-                    "p50_s": durations.percentile_s(50) if durations.count else None,
-                    "p99_s": durations.percentile_s(99) if durations.count else None,
+                    "p50_s": durations.percentile_s(50, slowest_s) if durations.count else None,
+                    "p99_s": durations.percentile_s(99, slowest_s) if durations.count else None,
                     "count": durations.count,
                 }
                 self.series.add("hop", key, line.t, values)
-                began, durations = line.t, Histogram()
+                began, durations, slowest_s = line.t, Histogram(), 0.0
             if key in self._windows or len(self._windows) < SUBJECTS_LIMIT:
-                self._windows[key] = began, durations
+                self._windows[key] = began, durations, slowest_s
 
     def _take_standing(self, line: StandingLine) -> None:
         before, self._cordons[line.uuid] = self._cordons.get(line.uuid, ()), line.causes

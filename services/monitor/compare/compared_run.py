@@ -23,9 +23,10 @@ from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness
 from rolloutmq.services.monitor.profile.usage import UsageLine, part_of_run, read_usage
+from rolloutmq.services.monitor.report.figure_course import WINDOW_STEPS
 from rolloutmq.services.monitor.report.history import ran_s
 from rolloutmq.services.monitor.report.latencies import LatencyKey, LatencySums, Percentiles
-from rolloutmq.services.monitor.report.summary import WINDOW_STEPS, TrainerLog, read_acks, read_settled
+from rolloutmq.services.monitor.report.summary import TrainerLog, read_acks, read_settled
 from rolloutmq.services.monitor.text.jsonl import read_whole_lines
 
 RATE_PARTS: Final = 100
@@ -100,7 +101,13 @@ class ComparedRun(NamedTuple):
 
 
 def compared(
-    run_dir: Path, config: RunConfig, fate: Fate, summary: Mapping[str, Any] | None, problem: str = ""
+    run_dir: Path,
+    config: RunConfig,
+    fate: Fate,
+    summary: Mapping[str, Any] | None,
+    problem: str = "",
+    *,
+    damaged_lines: int = 0,
 ) -> ComparedRun:
     """Read a run for a comparison. Blocks on the disk: seconds for a long run.
 
@@ -110,21 +117,24 @@ def compared(
         fate: How it ended, or that it goes on.
         summary: Its summary; None if there is none.
         problem: Why there is none.
+        damaged_lines: Lines of `metrics.jsonl` that do not decode.
     """
-    layout, damaged = RunLayout(run_dir), Counter[str]()
+    layout = RunLayout(run_dir)
+    damaged = Counter({layout.metrics.name: damaged_lines})
     notes = ["goes on: these are its figures so far"] if fate.life is RunLiveness.LIVING else []
     notes += [fate.told] if fate.life is RunLiveness.DEAD else []
     notes += [problem] if problem else []
     read = partial(read_whole_lines, damaged=damaged)
-    usage = read_usage(
-        read(layout.metrics, UsageLine), {name: env.concurrency for name, env in config.environment.items()}
-    )
+    slots = {name: env.concurrency for name, env in config.environment.items()}
+    usage = read_usage(read_whole_lines(layout.metrics, UsageLine, Counter()), slots)
     log = read_settled(layout, read)
     lives = read_lives(layout)
     rewards = _rewards(layout, log, notes)
-    latencies = _latencies(layout.metrics, damaged)
+    latencies = _latencies(layout.metrics)
     notes += [
-        f"{count:,} line{'s' * (count != 1)} of {name} damaged, left out" for name, count in damaged.items()
+        f"{count:,} line{'s' * (count != 1)} of {name} damaged, left out"
+        for name, count in damaged.items()
+        if count
     ]
     if usage.is_unrecorded and not log.batches:
         notes.append("nothing was recorded")
@@ -185,19 +195,12 @@ def _rewards(layout: RunLayout, log: TrainerLog, notes: list[str]) -> dict[str, 
     return {env: course(rewards) for env, rewards in sorted(by_env.items()) if rewards}
 
 
-def _latencies(path: Path, damaged: Counter[str]) -> dict[LatencyKey, Percentiles]:
+def _latencies(path: Path) -> dict[LatencyKey, Percentiles]:
     sums = LatencySums()
-    # Damaged lines were counted by a reader before.
-    for line in read_whole_lines(path, msgspec.Raw, Counter()):
-        if LATENCY not in bytes(line)[:512]:
-            continue
-        sample = _sample(bytes(line))
-        if sample is None:
-            damaged[path.name] += 1
-        else:
+    for line in read_whole_lines(path, msgspec.Raw, Counter(), LATENCY):
+        if (sample := _sample(bytes(line))) is not None:
             sums.add(sample)
-    found = {key: Percentiles.of(one) for key, one in sums.histograms().items()}
-    return {key: one for key, one in found.items() if key.split is Split.TRAIN}
+    return {key: one for key, one in sums.percentiles().items() if key.split is Split.TRAIN}
 
 
 def _sample(line: bytes) -> LatencySample | None:

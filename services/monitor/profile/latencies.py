@@ -8,7 +8,6 @@ Rates count the time from the first to the last sample of a row, without times i
 
 from collections.abc import Iterable, Iterator
 from enum import StrEnum
-from math import inf
 from typing import Final, NamedTuple, Protocol
 
 import msgspec
@@ -97,7 +96,7 @@ class Sum(NamedTuple):
 
     def percentile_s(self, percent: float) -> float:
         """Return a percentile, see `Histogram.percentile_s`; no more than the longest duration, if that is known."""
-        return self.durations.percentile_s(percent, self.slowest_s or inf)
+        return self.durations.percentile_s(percent, self.slowest_s)
 
     @property
     def per_s(self) -> float:

@@ -39,9 +39,11 @@ class Percentiles(NamedTuple):
     p99_s: float
 
     @classmethod
-    def of(cls, durations: Histogram) -> "Percentiles":
-        """Return the percentiles of a histogram."""
-        return cls(durations.count, durations.percentile_s(50), durations.percentile_s(99))
+    def of(cls, durations: Histogram, slowest_s: float) -> "Percentiles":
+        """Return the percentiles of a histogram, none above its longest duration; 0 if that is not known."""
+        return cls(
+            durations.count, durations.percentile_s(50, slowest_s), durations.percentile_s(99, slowest_s)
+        )
 
 
 class SlowGroup(NamedTuple):
@@ -53,11 +55,23 @@ class SlowGroup(NamedTuple):
     seconds: float
 
 
+class _Sum:
+    """Durations of one key, and the longest of them; 0 if no sample told it."""
+
+    def __init__(self) -> None:
+        self.builder = HistogramBuilder()
+        self.slowest_s = 0.0
+
+    def add(self, durations: Histogram, slowest_s: float) -> None:
+        self.builder.merge(durations)
+        self.slowest_s = max(self.slowest_s, slowest_s)
+
+
 class LatencySums:
     """Sums of latency samples by environment, split and hop."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[LatencyKey, bool], HistogramBuilder] = {}
+        self._sums: dict[tuple[LatencyKey, bool], _Sum] = {}
 
     def add(self, sample: LatencySample) -> None:
         """Add the rows about hops of groups."""
@@ -71,26 +85,26 @@ class LatencySums:
         if found is None:
             if len(self._sums) >= KEYS_LIMIT:
                 return
-            found = self._sums[key] = HistogramBuilder()
-        found.merge(row.durations)
+            found = self._sums[key] = _Sum()
+        found.add(row.durations, row.slowest_s)
 
-    def histograms(self) -> dict[LatencyKey, Histogram]:
-        """Return the histogram of each key with durations, by environment, split and hop."""
+    def percentiles(self) -> dict[LatencyKey, Percentiles]:
+        """Return the percentiles of each key with durations, by environment, split and hop."""
         return merged([self])
 
 
-def merged(parts: Iterable[LatencySums]) -> dict[LatencyKey, Histogram]:
-    """Return the histograms of several sums together, by environment, split and hop."""
-    totals: dict[tuple[LatencyKey, bool], HistogramBuilder] = {}
+def merged(parts: Iterable[LatencySums]) -> dict[LatencyKey, Percentiles]:
+    """Return the percentiles of several sums together, by environment, split and hop."""
+    totals: dict[tuple[LatencyKey, bool], _Sum] = {}
     for part in parts:
         for key, one in part._sums.items():
-            totals.setdefault(key, HistogramBuilder()).merge(one.histogram())
-    summed = {key: one.histogram() for key, one in totals.items()}
+            totals.setdefault(key, _Sum()).add(one.builder.histogram(), one.slowest_s)
+    summed = {key: Percentiles.of(one.builder.histogram(), one.slowest_s) for key, one in totals.items()}
     found = {key: one for (key, is_broker), one in summed.items() if not is_broker}
-    found |= {key: one for (key, is_broker), one in summed.items() if is_broker and one.counts}
+    found |= {key: one for (key, is_broker), one in summed.items() if is_broker and one.groups}
     order = {hop: place for place, hop in enumerate(GROUP_HOPS)}
     keys = sorted(found, key=lambda key: (key.env, key.split.value, order[key.hop]))
-    return {key: found[key] for key in keys if found[key].counts}
+    return {key: found[key] for key in keys if found[key].groups}
 
 
 class LatencyWindow:
@@ -130,7 +144,7 @@ class LatencyWindow:
         at, known = self._known
         if at < 0.0 or not 0.0 <= now - at < 1.0:
             self._forget(int(now // SLOT_S))
-            known = {key: Percentiles.of(one) for key, one in merged(sums for _, sums in self._slots).items()}
+            known = merged(sums for _, sums in self._slots)
             self._known = now, known
         return known
 

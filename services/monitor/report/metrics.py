@@ -1,5 +1,7 @@
 """Series read from `metrics.jsonl` in one pass, with the values of the summary and the report.
 
+Their size is bounded for a run of any length: what is drawn is thinned, and what is counted is folded.
+
 Staleness bounds come from the configuration until the broker reports the bound in force. The bound of a run is the
 largest of its training environments.
 
@@ -7,21 +9,31 @@ Worker reports become marks while they are read. A worker was drained if it repo
 process took its name, or if it fell silent without draining.
 """
 
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.statistics.series import Fold, Series
 from rolloutmq.schemas.wire.control import SILENT_S, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
-from rolloutmq.services.monitor.report.steps import Series, StepPoint, StepRecord
+from rolloutmq.services.monitor.report.figure_course import FigureCourse
+from rolloutmq.services.monitor.report.ready_counts import ReadyCounts
+from rolloutmq.services.monitor.report.steps import StepRecord
 from rolloutmq.services.monitor.text.figures import of_step
 from rolloutmq.services.monitor.text.jsonl import read_whole_lines
+
+PRESSURES_LIMIT: Final = 4096
+"""Most points of the pressure: more than a picture has columns."""
+MARKS_LIMIT: Final = 1000
+"""Most marks; the newest are kept."""
+WORKERS_LIMIT: Final = 16_384
+"""Most workers whose state is remembered; the one met first is forgotten for a further one."""
 
 
 class BoundChange(msgspec.Struct, frozen=True):
@@ -61,8 +73,6 @@ class Line(msgspec.Struct, frozen=True):
     workers: tuple["WorkerLine", ...] | None = None
     incarnation: int = 0
     step: int = 0
-    reward: float = 0.0
-    staleness_max: int = 0
     tokens: int = 0
     stepped: bool = False
     loss: float | None = None
@@ -121,22 +131,42 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class PressurePoint:
-    """One pressure message: queued batches, and workers by state."""
+    """Queued batches, and workers by state: of one pressure message, or of several in a long run."""
 
     t: float
     pressure: float
-    ready: int
-    draining: int
+    ready: float
+    draining: float
+
+
+class PressureCourse:
+    """The pressures of a run: mean values of ever longer times, so that there are at most `PRESSURES_LIMIT`."""
+
+    def __init__(self) -> None:
+        folds = {"pressure": Fold.MEAN, "ready": Fold.LAST, "draining": Fold.LAST}
+        self._series = Series(folds, width_s=1e-3, limit=PRESSURES_LIMIT)
+
+    def add(self, point: PressurePoint) -> None:
+        """Take a point; they come in the order of time."""
+        values = {"pressure": point.pressure, "ready": point.ready, "draining": point.draining}
+        self._series.add(point.t, values, 1)
+
+    def points(self) -> list[PressurePoint]:
+        """Return the points; the time of one is the mean of its messages."""
+        change = self._series.since(-1)
+        rows = zip(*change.columns.values(), strict=True) if change is not None else ()
+        return [PressurePoint(*(value or 0.0 for value in row)) for row in rows]
 
 
 @dataclass(slots=True)
 class Metrics:
     """Series of a run in order of arrival. Times are wall clock."""
 
-    pressures: list[PressurePoint] = field(default_factory=list)
-    steps: list[StepPoint] = field(default_factory=list)
-    figures: Series = field(default_factory=dict)
-    marks: list[Mark] = field(default_factory=list)
+    pressures: PressureCourse = field(default_factory=PressureCourse)
+    ready: ReadyCounts = field(default_factory=ReadyCounts)
+    """Numbers of ready workers."""
+    steps: StepRecord = field(default_factory=StepRecord)
+    marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_LIMIT))
     bounds: list[BoundChange] = field(default_factory=list)
     """Staleness bounds reported by the broker, and their changes."""
     findings: set[str] = field(default_factory=set)
@@ -148,30 +178,16 @@ class Metrics:
 
     curricula: dict[str, dict[str, int | str]] = field(default_factory=dict)
     """Last recorded counts of each curriculum, by environment."""
-    damaged_lines: int = 0
-    """Lines that do not decode, left out."""
 
     @property
     def span_s(self) -> float:
         """Return the seconds from the first line to the last."""
         return self.last_t - self.first_t
 
-    def ready_counts(self, wanted: int = 1, until: float | None = None, since: float = 0.0) -> Sequence[int]:
-        """Return the counts of ready workers up to `until`, from the first time that `wanted` workers were ready.
-
-        If that many never were, start at the first time that any worker was ready; always after `since`.
-        """
-        begin, end = 0, len(self.pressures)
-        if since:
-            begin = bisect_left(self.pressures, since, key=lambda point: point.t)
-        if until is not None:
-            end = bisect_right(self.pressures, until, key=lambda point: point.t)
-        counts = [point.ready for point in self.pressures[begin:end]]
-        for enough in (max(1, wanted), 1):
-            start = next((index for index, count in enumerate(counts) if count >= enough), None)
-            if start is not None:
-                return counts[start:]
-        return []
+    @property
+    def figures(self) -> dict[str, FigureCourse]:
+        """The course of each figure of learning."""
+        return self.steps.figures()
 
 
 @dataclass(slots=True)
@@ -186,6 +202,8 @@ class WorkerWatch:
         marks = []
         for worker in workers:
             name = worker.worker
+            if name not in self._pids and len(self._pids) >= WORKERS_LIMIT:
+                self._forget_oldest()
             other = self._pids.setdefault(name, worker.pid) != worker.pid
             if other:
                 self._pids[name] = worker.pid
@@ -196,6 +214,11 @@ class WorkerWatch:
                 self._over[name] = kind
                 marks.append(Mark(t - min(worker.silent_s, t), kind, name))
         return marks
+
+    def _forget_oldest(self) -> None:
+        oldest = next(iter(self._pids))
+        del self._pids[oldest]
+        self._over.pop(oldest, None)
 
 
 def _end_of(worker: WorkerLine) -> MarkKind | None:
@@ -225,36 +248,27 @@ def _changes(line: Line, bounds: dict[str, int]) -> list[BoundChange]:
 def _take_step(line: Line, steps: StepRecord) -> None:
     """Take a line that may be about a step."""
     version = PolicyVersion(line.incarnation, line.step)
-    point = StepPoint(line.t, line.step, line.reward, line.staleness_max, line.tokens)
     if line.kind == "batch_settled" and line.stepped:
-        steps.settled(version, point)
+        steps.settled(version, line.tokens)
     elif line.kind == "step_done":
-        steps.told(version, point, of_step(line.loss, line.extra))
+        steps.told(version, line.t, line.tokens, of_step(line.loss, line.extra))
     elif line.kind == "step_figures":
         steps.logged(version, line.t, line.figures)
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the metrics of a run; empty if there are none. Damaged lines are counted and left out."""
+    """Read the metrics of a run; empty if there are none. Blocks on the disk.
+
+    A line that does not decode is left out; `damaged_lines` of the page's record counts them.
+    """
     metrics = Metrics()
     watch = WorkerWatch()
-    steps = StepRecord()
     bounds: dict[str, int] = {}
-    damaged: Counter[str] = Counter()
-    for line in read_whole_lines(path, Line, damaged):
+    for line in read_whole_lines(path, Line, Counter()):
         metrics.first_t = metrics.first_t or line.t
         metrics.last_t = line.t
         if line.kind == "pressure":
-            states = line.worker_states
-            metrics.late_members = max(metrics.late_members, sum(line.late_members.values()))
-            metrics.pressures.append(
-                PressurePoint(
-                    line.t,
-                    line.rollout_pressure,
-                    states.get(WorkerState.READY, 0),
-                    states.get(WorkerState.DRAINING, 0),
-                )
-            )
+            _take_pressure(line, metrics)
             metrics.marks += watch.see(line.t, line.workers or ())
             metrics.bounds += _changes(line, bounds)
         elif line.kind == "curriculum":
@@ -262,7 +276,13 @@ def read_metrics(path: Path) -> Metrics:
         elif line.kind == "health_finding":
             metrics.findings.add(f"{line.env}.{line.finding}")
         else:
-            _take_step(line, steps)
-    metrics.steps, metrics.figures = steps.points(), steps.figures()
-    metrics.damaged_lines = damaged.total()
+            _take_step(line, metrics.steps)
     return metrics
+
+
+def _take_pressure(line: Line, metrics: Metrics) -> None:
+    states = line.worker_states
+    ready, draining = states.get(WorkerState.READY, 0), states.get(WorkerState.DRAINING, 0)
+    metrics.late_members = max(metrics.late_members, sum(line.late_members.values()))
+    metrics.pressures.add(PressurePoint(line.t, line.rollout_pressure, ready, draining))
+    metrics.ready.add(line.t, ready)

@@ -45,21 +45,24 @@ SMOOTHED_STEPS: Final = 20
 """Window of the reward curve: one step has only 16 groups, so it is noisy."""
 
 
-def write_report(layout: RunLayout, config: RunConfig, summary: dict[str, Any], to: Path) -> None:
+def write_report(
+    layout: RunLayout, config: RunConfig, summary: dict[str, Any], to: Path, metrics: Metrics | None = None
+) -> None:
     """Draw a run.
 
     Args:
-        layout: Location of `metrics.jsonl` and the logs of batches.
+        layout: Location of the logs of batches, and of `metrics.jsonl`.
         config: Source of setpoint and bound.
         summary: Key figures for the title, as returned by `summarise`.
         to: The picture (.png).
+        metrics: Series of `metrics.jsonl`. Default: they are read.
 
     Raises:
         MissingError: matplotlib is not installed.
         DamagedFileError: A log of batches is damaged.
     """
     figure = blank(WIDTH_PX / DPI, HEIGHT_PX / DPI, DPI)
-    metrics = read_metrics(layout.metrics)
+    metrics = metrics or read_metrics(layout.metrics)
     log = read_settled(layout)
     heights = (3.2, 2.0, 1.4, 1.4, *([1.4] if metrics.figures else []))
     panels = figure.subplots(
@@ -168,8 +171,9 @@ def _reward(panel: Any, log: TrainerLog, evaluated: _Series, start: float) -> No
 def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float, down: Sequence[float]) -> None:
     setpoint = config.orchestrator.scaling.setpoint_batches
     low, high = setpoint / 2.0, setpoint * 2.0
-    times = [point.t - start for point in metrics.pressures]
-    values = [point.pressure for point in metrics.pressures]
+    points = metrics.pressures.points()
+    times = [point.t - start for point in points]
+    values = [point.pressure for point in points]
     panel.axhspan(low, high, color=AMBER, alpha=0.16, linewidth=0)
     panel.plot(*_broken(times, values, down), color=ORANGE, linewidth=1.1)
     panel.set_ylim(0, max([high * 1.15, *values]) * 1.03)
@@ -195,9 +199,10 @@ def _staleness(panel: Any, log: TrainerLog, bounds: Sequence[tuple[float, int]],
 
 
 def _workers(panel: Any, metrics: Metrics, start: float, down: Sequence[float]) -> None:
-    times = [point.t - start for point in metrics.pressures]
-    ready = _broken(times, [point.ready for point in metrics.pressures], down)
-    total = [point.ready + point.draining for point in metrics.pressures]
+    points = metrics.pressures.points()
+    times = [point.t - start for point in points]
+    ready = _broken(times, [point.ready for point in points], down)
+    total = [point.ready + point.draining for point in points]
     panel.fill_between(*ready, step="post", color=GREEN, alpha=0.18, linewidth=0)
     panel.plot(*_broken(times, total, down), drawstyle="steps-post", color=BROWN, linewidth=1.0, alpha=0.9)
     panel.plot(*ready, drawstyle="steps-post", color=GREEN, linewidth=1.6)
@@ -207,12 +212,13 @@ def _workers(panel: Any, metrics: Metrics, start: float, down: Sequence[float]) 
 
 def _learning(panel: Any, metrics: Metrics, start: float) -> None:
     """Draw each figure of learning over its own range: their scales differ by magnitudes."""
-    for colour, (name, series) in zip(COLOURS, metrics.figures.items(), strict=False):
-        values = smoothed([point.value for point in series], SMOOTHED_STEPS)
+    for colour, (name, course) in zip(COLOURS, metrics.figures.items(), strict=False):
+        curve = course.curve()
+        values = smoothed(curve.values, max(1, SMOOTHED_STEPS // curve.steps_per_point))
         low, high = min(values), max(values)
         scaled = [(value - low) / (high - low) if high > low else 0.5 for value in values]
         label = f"{name} {values[0]:.3g} to {values[-1]:.3g}"
-        panel.plot([point.t - start for point in series], scaled, color=colour, linewidth=1.1, label=label)
+        panel.plot([t - start for t in curve.times], scaled, color=colour, linewidth=1.1, label=label)
     panel.set_ylim(-0.08, 1.08)
     panel.tick_params(left=False, labelleft=False)
     panel.legend(

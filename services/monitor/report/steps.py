@@ -3,35 +3,31 @@
 A resumed trainer takes steps again, in a new incarnation. Its first step voids the earlier ones from there on, as the
 broker's log of settled batches does. A step whose lease was lost is logged again by whoever takes it: the last value
 counts.
+
+The memory is bounded: only the last steps can be voided, `STEPS_KEPT` of them and `POINTS_KEPT` values of figures.
+What is older is folded into sums and thinned courses, and a trainer that goes back further leaves it counted.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import islice
+from math import isfinite
+from typing import Final, NamedTuple
 
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.monitor.report.figure_course import FigureCourse, FigurePoint
 
-Series = dict[str, list["FigurePoint"]]
-"""Values of each figure of learning in the order of steps, by name."""
+STEPS_KEPT: Final = 16_384
+POINTS_KEPT: Final = 32_768
+NAMES_LIMIT: Final = 64
+"""Most figures; further names are left out."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPoint:
-    """One published step."""
+class _Step(NamedTuple):
+    """Tokens of one step, and whether its trainer told them, not only the broker."""
 
-    t: float
-    step: int
-    reward: float
-    staleness_max: int
     tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class FigurePoint:
-    """One value of a figure of learning, with its wall-clock time."""
-
-    t: float
-    step: int
-    value: float
+    is_told: bool
 
 
 @dataclass(slots=True)
@@ -41,27 +37,44 @@ class _Figures:
     incarnation: int
     points: dict[str, FigurePoint] = field(default_factory=dict)
 
+    @property
+    def cost(self) -> int:
+        """Places that it takes: a step without a value takes one, too."""
+        return 1 + len(self.points)
 
-@dataclass(slots=True)
+
 class StepRecord:
-    """Steps by policy version: each once, as its trainer reported it, or else as the broker did."""
+    """Steps by policy version: each once, as its trainer reported it, or else as the broker did.
 
-    _told: dict[PolicyVersion, StepPoint] = field(default_factory=dict)
-    _settled: dict[PolicyVersion, StepPoint] = field(default_factory=dict)
-    _figures: dict[int, _Figures] = field(default_factory=dict)
-    _fork: PolicyVersion = PolicyVersion()
-    """First step of the newest incarnation."""
+    Args:
+        steps_kept: Most steps that can be voided.
+        points_kept: Most values of figures that can be voided.
+    """
 
-    def settled(self, version: PolicyVersion, point: StepPoint) -> None:
+    def __init__(self, steps_kept: int = STEPS_KEPT, points_kept: int = POINTS_KEPT) -> None:
+        self._steps_kept = steps_kept
+        self._points_kept = points_kept
+        self._steps: dict[PolicyVersion, _Step] = {}
+        self._older_tokens = 0
+        self._figures: dict[int, _Figures] = {}
+        self._points = 0
+        self._courses: dict[str, FigureCourse] = {}
+        self._fork = PolicyVersion()
+        """First step of the newest incarnation."""
+
+    def settled(self, version: PolicyVersion, tokens: int) -> None:
         """Take a step that the broker reported."""
-        if self._counts(version):
-            self._settled.setdefault(version, point)
+        if self._counts(version) and version not in self._steps:
+            self._keep(version, _Step(tokens, is_told=False))
 
-    def told(self, version: PolicyVersion, point: StepPoint, figures: Mapping[str, float | None]) -> None:
+    def told(
+        self, version: PolicyVersion, t: float, tokens: int, figures: Mapping[str, float | None]
+    ) -> None:
         """Take a step that its trainer reported; a repeated report changes nothing."""
-        if self._counts(version) and version not in self._told:
-            self._told[version] = point
-            self.logged(version, point.t, figures)
+        known = self._steps.get(version)
+        if self._counts(version) and not (known is not None and known.is_told):
+            self._keep(version, _Step(tokens, is_told=True))
+            self.logged(version, t, figures)
 
     def logged(self, version: PolicyVersion, t: float, figures: Mapping[str, float | None]) -> None:
         """Take figures of a step. Those of a later life replace all of an earlier one."""
@@ -69,10 +82,36 @@ class StepRecord:
         if self._is_void(version) or (known is not None and known.incarnation > version.incarnation):
             return
         if known is None or known.incarnation < version.incarnation:
+            self._points += 1 - (known.cost if known is not None else 0)
             known = self._figures[version.step] = _Figures(version.incarnation)
+        before = len(known.points)
         for name, value in figures.items():
-            if value is not None:  # JSON has no NaN
+            if value is not None and isfinite(value) and self._is_known(name):  # JSON has no NaN
                 known.points[name] = FigurePoint(t, version.step, value)
+        self._points += len(known.points) - before
+        if self._points > self._points_kept:
+            self._fold_figures()
+
+    def _is_known(self, name: str) -> bool:
+        if name not in self._courses and len(self._courses) < NAMES_LIMIT:
+            self._courses[name] = FigureCourse()
+        return name in self._courses
+
+    def _keep(self, version: PolicyVersion, step: _Step) -> None:
+        self._steps[version] = step
+        if len(self._steps) > self._steps_kept:
+            for oldest in list(islice(self._steps, 1 + self._steps_kept // 4)):
+                self._older_tokens += self._steps.pop(oldest).tokens
+
+    def _fold_figures(self) -> None:
+        """Fold the figures of the lowest steps, until there is room for a quarter."""
+        for step in sorted(self._figures):
+            if self._points <= self._points_kept - self._points_kept // 4:
+                break
+            folded = self._figures.pop(step)
+            self._points -= folded.cost
+            for name, point in folded.points.items():
+                self._courses[name].fold(point)
 
     def _is_void(self, version: PolicyVersion) -> bool:
         return version.incarnation < self._fork.incarnation and version.step >= self._fork.step
@@ -81,22 +120,30 @@ class StepRecord:
         """Return whether a step counts. The first of an incarnation voids the steps of earlier ones from there on."""
         if version.incarnation > self._fork.incarnation:
             self._fork = version
-            for points in (self._told, self._settled):
-                for void in [one for one in points if self._is_void(one)]:
-                    del points[void]
+            for void in [one for one in self._steps if self._is_void(one)]:
+                del self._steps[void]
             for step, known in list(self._figures.items()):
                 if self._is_void(PolicyVersion(known.incarnation, step)):
+                    self._points -= known.cost
                     del self._figures[step]
         return not self._is_void(version)
 
-    def points(self) -> list[StepPoint]:
-        """Return the steps in order of arrival."""
-        return sorted((self._settled | self._told).values(), key=lambda point: point.t)
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the last steps, in the order of their arrival."""
+        return [version.step for version in self._steps]
 
-    def figures(self) -> Series:
-        """Return the values of each figure in the order of steps; the names in order of their arrival."""
-        found: Series = {}
-        ordered = (point for known in self._figures.values() for point in known.points.items())
-        for name, point in sorted(ordered, key=lambda named: named[1].t):
-            found.setdefault(name, []).append(point)
-        return {name: sorted(points, key=lambda point: point.step) for name, points in found.items()}
+    @property
+    def tokens(self) -> int:
+        """Tokens of all steps."""
+        return self._older_tokens + sum(step.tokens for step in self._steps.values())
+
+    def figures(self) -> dict[str, FigureCourse]:
+        """Return the course of each figure that has a value; the names in the order of their arrival."""
+        recent: dict[str, list[FigurePoint]] = {}
+        for step in sorted(self._figures):
+            for name, point in self._figures[step].points.items():
+                recent.setdefault(name, []).append(point)
+        for name, course in self._courses.items():
+            course.recent = recent.get(name, ())
+        return {name: course for name, course in self._courses.items() if course.ends() is not None}

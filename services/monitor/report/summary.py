@@ -28,13 +28,9 @@ from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, Settled
 from rolloutmq.schemas.lives import Life, paused_s, pauses, seconds_of
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.monitor.report.evaluation import Evaluations, figures
+from rolloutmq.services.monitor.report.figure_course import WINDOW_STEPS, FigureCourse
 from rolloutmq.services.monitor.report.metrics import Metrics, bounds_in_force, read_metrics
-from rolloutmq.services.monitor.report.steps import Series
 from rolloutmq.services.monitor.text.jsonl import read_lines
-
-WINDOW_STEPS: Final = 50
-"""Most steps at either end over which figures are averaged: at most a quarter of all steps, so that both ends differ
-in a short run, too."""
 
 TOLD_BY_TRAINER: Final = (
     *("groups_trained", "groups_filtered", "groups_lost"),
@@ -285,6 +281,8 @@ def summarise(
     lives: Sequence[Life] = (),
     ledger: LedgerFigures | None = None,
     as_of: float = inf,
+    seen: Metrics | None = None,
+    damaged_lines: int = 0,
 ) -> dict[str, Any]:
     """Join the logs of a run.
 
@@ -296,6 +294,8 @@ def summarise(
         lives: Lives of the run, each with its end; none if no launcher started it.
         ledger: The broker's ledger, if the trainer wrote no log; it then supplies the counts of groups.
         as_of: Time at which a running broker's records were read, wall-clock seconds: it has what was accepted since.
+        seen: Series of `metrics.jsonl`. Default: they are read.
+        damaged_lines: Lines of `metrics.jsonl` that do not decode.
 
     Returns:
         These figures; a mean over nothing is None.
@@ -350,7 +350,7 @@ def summarise(
     saved = [name for name in saved_ids(layout) if name not in acks.evaluated]
     ledger = ledger.without(acks.evaluated) if ledger is not None else None
     accounts = settle_accounts(acks.ids, log, dropped, acks.since.union(saved), ledger)
-    seen = read_metrics(layout.metrics)
+    seen = seen or read_metrics(layout.metrics)
     fewest = sum(env.min_workers for env in config.environment.values())
     ready = _ready(seen, log, lives, fewest)
     if lives:
@@ -365,11 +365,11 @@ def summarise(
         **({"staleness_max": None} if ledger is not None and not log.batches else {}),
         "workers_min": min(ready, default=0),
         "workers_max": max(ready, default=0),
-        "tokens": sum(step.tokens for step in seen.steps),
+        "tokens": seen.steps.tokens,
         "learning": _learned(seen.figures, log),
         "late_members": seen.late_members,
         **({"curriculum": seen.curricula} if seen.curricula else {}),
-        **({"metrics_lines_damaged": seen.damaged_lines} if seen.damaged_lines else {}),
+        **({"metrics_lines_damaged": damaged_lines} if damaged_lines else {}),
         "findings": sorted(seen.findings),
         "groups_evaluated": len(acks.evaluated),
         "evaluation": figures(Evaluations.read(layout), wall_s),
@@ -377,17 +377,17 @@ def summarise(
 
 
 def _ready(seen: Metrics, log: TrainerLog, lives: Sequence[Life], fewest: int) -> list[int]:
-    """Return the counts of ready workers of all lives, without those of a start or an end."""
+    """Return the numbers of ready workers of all lives, without those of a start or an end."""
     if len(lives) < 2:
-        return list(seen.ready_counts(fewest, until=log.batches[-1].at if log.batches else None))
+        return seen.ready.numbers(fewest, until=log.batches[-1].at if log.batches else None)
     settled_at = sorted(batch.at for batch in (*log.batches, *log.voided))
     counts: list[int] = []
     for life, following in zip_longest(lives, lives[1:]):
         end = bisect_left(settled_at, inf if following is None else following.began)
         if end and settled_at[end - 1] >= life.began:
-            counts += seen.ready_counts(fewest, until=settled_at[end - 1], since=life.began)
+            counts += seen.ready.numbers(fewest, until=settled_at[end - 1], since=life.began)
     # Nobody logged a batch: the workers of the ends count, too.
-    return counts or list(seen.ready_counts(fewest))
+    return counts or seen.ready.numbers(fewest)
 
 
 def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None, lives: Sequence[Life]) -> dict[str, Any]:
@@ -416,20 +416,14 @@ def _course(rewards: Sequence[float]) -> dict[str, float | None]:
     }
 
 
-def _learned(figures: Series, log: TrainerLog) -> dict[str, dict[str, float]]:
+def _learned(figures: Mapping[str, FigureCourse], log: TrainerLog) -> dict[str, dict[str, float]]:
     """Return the means of each figure over the first and over the last steps.
 
     Figures of a step that no batch settled do not count: its lease was lost, or its trainer.
     """
     last = max((batch.version.step for batch in log.batches), default=inf)
-    found = {
-        name: [point.value for point in series if point.step <= last] for name, series in figures.items()
-    }
-    return {
-        name: dict(zip(("first", "last"), _ends(values), strict=True))
-        for name, values in found.items()
-        if values
-    }
+    found = {name: course.ends(last) for name, course in figures.items()}
+    return {name: {"first": ends[0], "last": ends[1]} for name, ends in found.items() if ends is not None}
 
 
 def _ends(values: Sequence[float]) -> tuple[float, float]:

@@ -1,5 +1,7 @@
 """The record of a run, as its readers see it: whether `metrics.jsonl` is being written, and why not.
 
+Telemetry that crashes on and on is not there most of the time. Its launcher tells its crashes.
+
 Telemetry drops events that it cannot write, and the run goes on. It cannot say so in a file if the disk is full: the
 time of the last recorded event does. A broker publishes its state four times a second, so a pause is no quiet run.
 """
@@ -12,7 +14,7 @@ import msgspec
 
 from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, ServiceCrash
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.monitor.text import format
 from rolloutmq.services.process.identity import alive, started_at
@@ -23,6 +25,12 @@ SCARCE_BYTES: Final = 1 << 20
 """Free bytes below which a disk counts as full: a process may write more at once."""
 TAIL_BYTES: Final = 128 << 10
 """End of the file that has at least one whole line."""
+
+
+STEADY_S: Final = 10.0
+"""Time after which telemetry that lives has left its crashes behind: the default of `orchestrator.stable_s`."""
+LOOP: Final = 2
+"""Crashes in a row that are told: a single one costs a second of the record."""
 
 
 class _Recorded(msgspec.Struct):
@@ -45,16 +53,22 @@ def full_disk(directory: Path) -> str:
 
 
 def problem(layout: RunLayout, now: float, wall: float) -> str:
-    """Return since when no event is recorded, and why; empty if one was lately, or if no telemetry runs.
+    """Return since when no event is recorded, or how often telemetry crashed, and why; empty if all is well.
+
+    Empty as well for a run without telemetry.
 
     Args:
         layout: Run directory.
         now: CLOCK_MONOTONIC.
         wall: Seconds since the epoch.
     """
-    if (recorder := _recorder_of(layout)) is None:
+    recorder = _recorder_of(layout)
+    up_s = 0.0 if recorder is None else now - started_at(recorder)
+    if up_s < STEADY_S and (told := _crashes(layout, wall)):
+        return told
+    if recorder is None:
         return ""
-    began = wall - (now - started_at(recorder))
+    began = wall - up_s
     silent_s = wall - max(began, _last_at(layout.metrics))
     if silent_s <= SILENT_S:
         return ""
@@ -62,6 +76,24 @@ def problem(layout: RunLayout, now: float, wall: float) -> str:
     return (
         f"no event recorded for {format.clock(silent_s)}, since {format.time_of_day(wall - silent_s)}: {why}; "
         "the run goes on without metrics"
+    )
+
+
+def _crashes(layout: RunLayout, wall: float) -> str:
+    """Return that telemetry crashes on and on, as its launcher says; empty if it does not, or if that one is gone."""
+    try:
+        known = read_json(layout.crashes, list[ServiceCrash]) or []
+        launcher = read_json(layout.owner, ProcessIdentity)
+    except (msgspec.DecodeError, NotADirectoryError):
+        return ""
+    found = next((one for one in known if one.name == Role.TELEMETRY and one.crashes >= LOOP), None)
+    if found is None or launcher is None or not alive(launcher):
+        return ""
+    ago = format.clock(max(0.0, wall - found.at))
+    reason = full_disk(layout.root) or found.reason
+    return (
+        f"telemetry crashed {found.crashes} times in a row, last {ago} ago: {reason}; see {layout.log(found.name)}, "
+        "it starts again within a minute; the run goes on without metrics"
     )
 
 

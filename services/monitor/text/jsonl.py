@@ -2,13 +2,14 @@
 
 A killed writer leaves a last line without newline that does not decode: it was never finished and is skipped. Anywhere
 else such a line is damage and an error, since a join over the rest would be silently wrong. `read_whole_lines` counts
-the damaged lines instead, for callers that report the count.
+the damaged lines instead, for callers that report the count. A line beyond `LINE_LIMIT_BYTES` is damage too, and is
+never whole in memory.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import IO, Final, NamedTuple, TypeVar
 
 import msgspec
 
@@ -16,6 +17,9 @@ from rolloutmq.bus.files import open_regular
 from rolloutmq.schemas.errors import DamagedFileError
 
 T = TypeVar("T")
+
+LINE_LIMIT_BYTES: Final = 16 << 20
+"""Longest line: a batch of a hundred thousand groups has a third of it."""
 
 
 def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
@@ -57,7 +61,10 @@ def _lines(path: Path, kind: type[T], containing: bytes = b"") -> Iterator[tuple
         return
     decoder = msgspec.json.Decoder(kind)
     with open_regular(path) as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(_bounded(file), 1):
+            if line is None:
+                yield number, _Damage(f"is longer than {LINE_LIMIT_BYTES >> 20} MiB")
+                continue
             if containing not in line:
                 continue
             try:
@@ -66,3 +73,14 @@ def _lines(path: Path, kind: type[T], containing: bytes = b"") -> Iterator[tuple
                 if not line.endswith(b"\n"):
                     return
                 yield number, _Damage(str(error))
+
+
+def _bounded(file: IO[bytes]) -> Iterator[bytes | None]:
+    """Yield the lines; None in place of one that is too long."""
+    while line := file.readline(LINE_LIMIT_BYTES):
+        if len(line) < LINE_LIMIT_BYTES or line.endswith(b"\n"):
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(LINE_LIMIT_BYTES)
+        yield None

@@ -103,6 +103,7 @@ def _write_states(layout: RunLayout) -> None:
         layout.hub: [files.HubSource(key="model", name="org/tiny", revision="", commit="0" * 40)],
         layout.lives: [Life(1.0, 2.0), Life(5.0)],
         layout.ending: files.EndNotice("ending, waits for: broker"),
+        layout.crashes: [files.ServiceCrash("telemetry", 4, 1.0, "exit code 1")],
         layout.processes: [broker],
         layout.workers: [_identity(WORKER, Role.WORKER)],
         layout.engines: [_identity("inference-1", Role.INFERENCE)],

@@ -67,7 +67,7 @@ from rolloutmq.services.monitor.report.bias_table import table
 from rolloutmq.services.monitor.report.history import History, read_history
 from rolloutmq.services.monitor.report.metrics import read_metrics
 from rolloutmq.services.monitor.report.summary import read_trainer_log, summarise
-from rolloutmq.services.monitor.status import gpus, waits, worker_view
+from rolloutmq.services.monitor.status import gpus, record_view, waits, worker_view
 from rolloutmq.services.monitor.status.ended import ended_text, read_summary
 from rolloutmq.services.monitor.status.lately import read_lately
 from rolloutmq.services.monitor.text.jsonl import read_lines
@@ -364,6 +364,7 @@ TABLE: Final = (
     Readers("run.json", JSON, (rundir.owner,)),
     Readers("lives.json", (), (read_lives, rundir.ended_lives)),
     Readers("ending.json", (), (rundir.end_waits,)),
+    Readers("crashes.json", (), (lambda one: record_view.problem(one, 0.0, 0.0),)),
     Readers("processes.json", (), (fate_of, processes_of, lambda one: identities_of(one.processes))),
     Readers("processes.json", JSON, (rundir.recorded,)),
     Readers("workers.json", (), (processes_of, lambda one: identities_of(one.workers))),

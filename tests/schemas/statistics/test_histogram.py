@@ -40,6 +40,7 @@ def test_a_percentile_is_within_its_error(values: list[float], percent: float) -
 def test_a_percentile_does_not_exceed_the_longest_where_that_is_known(longest_s: float) -> None:
     told = histogram_of(0.1, longest_s)
     assert told.percentile_s(99.9, longest_s) == min(longest_s, told.percentile_s(99.9))
+    assert told.percentile_s(99.9, 0.0) == told.percentile_s(99.9), "not known"
     assert told.percentile_s(50, longest_s) == told.percentile_s(50)
 
 

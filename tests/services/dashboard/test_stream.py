@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from rolloutmq.services.dashboard.record.series import Fold, SeriesBook
+from rolloutmq.schemas.statistics.series import Fold, SeriesBook
 from rolloutmq.services.dashboard.stream import Stream, Update, encoded_json, history_since
 
 

@@ -5,7 +5,7 @@ log begins with the whole state, so history may begin anywhere. A damaged or mis
 is read from its beginning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -13,7 +13,14 @@ from typing import Any, Final, NamedTuple
 import msgspec
 
 from rolloutmq.services.broker.journal.disk import Disk
-from rolloutmq.services.broker.journal.format.events import Accepted, Began, GroupMeta, RecordAddress
+from rolloutmq.services.broker.journal.format.events import (
+    Accepted,
+    Began,
+    GroupMeta,
+    GroupSnapshot,
+    Numbers,
+    RecordAddress,
+)
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent, decode_events, decode_meta
 from rolloutmq.services.broker.journal.format.records import FILE_HEADER_BYTES, Damage, Record
 from rolloutmq.services.broker.journal.read.event_log_reader import EVENTS, log_path
@@ -95,6 +102,25 @@ class JournalHistory:
             for commit in log.commits:
                 yield from ((commit.at, event) for event in commit.events)
 
+    def with_unlogged(self) -> Iterator[tuple[float, AnyEvent]]:
+        """Yield the same, and an acceptance for each group whose broker was killed before it could write the event.
+
+        The next life's state has such a group, or else its record in the last segments; both tell when it came.
+        The record of a live broker is a moment ahead of its events, so its newest groups come this way too.
+        """
+        seen = _Seen()
+        for number, log in enumerate(self.logs()):
+            if number == 0:
+                yield from ((log.at, item) for item in log.snapshot)
+            elif log.began is not None:
+                yield from ((one.at, one) for one in seen.unnoticed(log.snapshot))
+            seen.see(log.snapshot)
+            for commit in log.commits:
+                seen.see(commit.events)
+                yield from ((commit.at, event) for event in commit.events)
+        if seen.any:
+            yield from ((one.at, one) for one in unlogged(self.directory, seen.order, seen.segment))
+
     def logs(self) -> Iterator[LogHistory]:
         """Yield the logs; iterate each one's commits before asking for the next.
 
@@ -126,6 +152,36 @@ class JournalHistory:
         if self._torn and not log.began:
             self.damage.append(self._torn)
         self._torn = ""
+
+
+class _Seen:
+    """The highest order and segment that events named so far."""
+
+    def __init__(self) -> None:
+        self.order = 0
+        self.segment = 0
+        self.any = False
+
+    def see(self, events: Iterable[AnyEvent]) -> None:
+        for event in events:
+            self.any = True
+            accepted = _acceptance(event)
+            if accepted is not None:
+                self.order = max(self.order, accepted.order)
+                self.segment = max(self.segment, accepted.place.segment if accepted.place else 0)
+            elif isinstance(event, Numbers):
+                self.order = max(self.order, event.next_order - 1)
+
+    def unnoticed(self, snapshot: Iterable[AnyEvent]) -> list[Accepted]:
+        """Return the groups of a new life's state that no event named, by order."""
+        found = (one.accepted for one in snapshot if isinstance(one, GroupSnapshot))
+        return sorted((one for one in found if one.order > self.order), key=lambda one: one.order)
+
+
+def _acceptance(event: AnyEvent) -> Accepted | None:
+    if isinstance(event, GroupSnapshot):
+        return event.accepted
+    return event if isinstance(event, Accepted) else None
 
 
 def commit_of(record: Record) -> tuple[int, Commit]:

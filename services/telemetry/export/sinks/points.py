@@ -62,7 +62,7 @@ class Points:
         self._step = 0
         self._pressure: Pressure | None = None
         self._waits: dict[str, float] = {}
-        self._latencies: dict[tuple[str, ...], Histogram] = {}
+        self._latencies: dict[tuple[str, ...], tuple[Histogram, float]] = {}
         self._envs = LabelBound(ENVIRONMENTS)
         self._names = LabelBound(FIGURES)
         self._tell: dict[type, Callable[[Any, float], Iterator[Point]]] = {
@@ -142,15 +142,15 @@ class Points:
             if row.hop is not Hop.HTTP and row.env and self._envs.label(row.env, now) != OTHER:
                 keys.append((row.hop, row.env))
             for key in keys:
-                before = self._latencies.get(key, Histogram())
-                self._latencies[key] = before.merged(row.durations)
+                durations, slowest_s = self._latencies.get(key, (Histogram(), 0.0))
+                self._latencies[key] = durations.merged(row.durations), max(slowest_s, row.slowest_s)
 
     def _sampled(self, at: float, now: float) -> Iterator[Point]:
         values: dict[str, float] = {}
-        for key, histogram in self._latencies.items():
+        for key, (histogram, slowest_s) in self._latencies.items():
             if histogram.counts:
                 values |= {
-                    f"latency/{'/'.join(key)}/p{percent}_s": histogram.percentile_s(percent)
+                    f"latency/{'/'.join(key)}/p{percent}_s": histogram.percentile_s(percent, slowest_s)
                     for percent in PERCENTS
                 }
         self._latencies.clear()

@@ -8,9 +8,11 @@ Their client renders messages to tokens, posts these, and keeps neither the poli
 The proxy is the server that it knows. It reads the id of the trace in each request, asks the engine of the group, moves
 to another one when it fails (`engine`), and keeps each completion. A trace that is unknown, or over, is refused.
 
-Only this process has the path of the proxy. A cancelled request cancels the one to the engine.
+Only this process has the path of the proxy. A cancelled request cancels the one to the engine. Connections, headers and
+bodies have the bounds of every HTTP server of a run: an agent may start programs that connect and send nothing.
 """
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator
@@ -22,6 +24,9 @@ import msgspec
 from aiohttp import web
 
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError
+from rolloutmq.services.http_server.connection_bounds import client_limit
+from rolloutmq.services.http_server.listening import serving
+from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.worker.completion import Completion
 from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.client import CONNECT_S, RETRIED
@@ -34,6 +39,9 @@ TRACE: Final = "X-Session-ID"
 """Header with the id of the trace that a request belongs to."""
 BODY_LIMIT_BYTES: Final = 64 << 20
 """Largest request body; the engine's own limit is lower."""
+BODY_S: Final = 30.0
+"""Time for the body of a request, in seconds."""
+HOST: Final = "127.0.0.1"
 _encode: Final = msgspec.json.Encoder().encode
 
 
@@ -128,12 +136,8 @@ class Proxy:
             app = web.Application(client_max_size=BODY_LIMIT_BYTES)
             app.router.add_post(made._path + GENERATE, made._generate)
             app.router.add_get(made._path + wire.MODELS, made._models)
-            runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            host, port = runner.addresses[0][:2]
-            made._url = f"http://{host}:{port}"
+            port = await stack.enter_async_context(serving(app, bound_socket(HOST, 0), client_limit()))
+            made._url = f"http://{HOST}:{port}"
             yield made
 
     @asynccontextmanager
@@ -164,18 +168,14 @@ class Proxy:
         if calls is None:
             return _error(409, OVER)
         try:
-            asked = msgspec.json.decode(await request.read(), type=dict[str, Any])
-            return _json(await calls.generate(trace, asked))
-        except msgspec.MsgspecError as error:
+            asked = msgspec.json.decode(await _body(request), type=dict[str, Any])
+        except TimeoutError:
+            return _late()
+        except web.HTTPRequestEntityTooLarge:
+            return _error(413, f"request body too large; at most {BODY_LIMIT_BYTES} bytes")
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return _error(400, f"invalid request: {error}")
-        except _RefusedError as error:
-            return _json(error.body, error.status)
-        except PolicyRefusedError as error:
-            return _error(400, str(error))
-        except (PolicyUnavailableError, aiohttp.ClientError) as error:
-            return _error(503, str(error) or type(error).__name__)
-        except RuntimeError as error:
-            return _error(409, str(error))
+        return await _answered(calls, trace, asked)
 
     async def _models(self, _request: web.Request) -> web.Response:
         calls = next(iter(self._groups.values()), None)
@@ -185,6 +185,33 @@ class Proxy:
             return _json(await calls.models())
         except (PolicyUnavailableError, aiohttp.ClientError, RuntimeError) as error:
             return _error(503, str(error) or type(error).__name__)
+
+
+async def _answered(calls: GroupCalls, trace: str, asked: dict[str, Any]) -> web.Response:
+    try:
+        return _json(await calls.generate(trace, asked))
+    except msgspec.MsgspecError as error:
+        return _error(400, f"invalid request: {error}")
+    except _RefusedError as error:
+        return _json(error.body, error.status)
+    except PolicyRefusedError as error:
+        return _error(400, str(error))
+    except (PolicyUnavailableError, aiohttp.ClientError) as error:
+        return _error(503, str(error) or type(error).__name__)
+    except RuntimeError as error:
+        return _error(409, str(error))
+
+
+async def _body(request: web.Request) -> bytes:
+    """Return the body; TimeoutError if it does not arrive in time."""
+    async with asyncio.timeout(BODY_S):
+        return await request.read()
+
+
+def _late() -> web.Response:
+    response = _error(408, f"the request body did not arrive within {BODY_S:g} s")
+    response.force_close()
+    return response
 
 
 def _is_final(error: Exception) -> bool:

@@ -13,6 +13,7 @@ from rolloutmq.launch.commands.records.compare import compare
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.dashboard.record.damage import damaged_lines
 
 Make = Callable[..., RunLayout]
 
@@ -96,6 +97,21 @@ def test_damage_is_named_and_the_summary_of_the_end_counts(
     assert "b: no summary: " in told
     assert "dropped.jsonl, line 1" in told
     assert cells(told, "steps") == ["1", "-"]
+
+
+def test_the_damaged_lines_of_the_record_are_those_of_every_view(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each kind has fields of its own that may be wrong, and no view reads all of them."""
+    one, other = make("a"), make("b")
+    with other.metrics.open("ab") as record:
+        record.write(
+            b'{"t":1.0,"kind":"latency_sample","rows":7}\n{"t":1.0,"kind":"gpu_sample","uuid":4}\n'
+            b'{"t":1.0,"kind":"engine_sample","busy":"x"}\n{"t":1.0,"kind":"unknown","worker_states":7}\n'
+        )
+    assert damaged_lines(other.metrics) == 3
+    assert compare([one.root, other.root], as_json=False) == 0
+    assert "b: 3 lines of metrics.jsonl damaged, left out" in capsys.readouterr().out
 
 
 def test_runs_of_other_environments_are_told(make: Make, capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,6 +66,16 @@ def test_a_person_sees_where_the_time_goes_and_each_hop(
     assert rows[2][-1] == "g1"  # accepted a second before the other, and pulled with it
 
 
+def test_groups_accepted_just_before_a_kill_count(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Their records are durable, and the event log ends before them."""
+    made = recorded(run_dir)
+    made.log(began(), [made.accept(1)])
+    made.accept(2)
+    assert profile(run_dir, as_json=True) == 0
+    hops = {one["hop"]: one["groups"] for one in json.loads(capsys.readouterr().out)["hops"]}
+    assert hops == {"rollout": 2, "send": 2}
+
+
 def test_the_starved_part_has_both_bases(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made = recorded(run_dir)
     trained(made)

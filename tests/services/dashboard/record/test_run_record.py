@@ -167,6 +167,13 @@ def test_findings_and_cordons_are_told_when_they_begin_and_end() -> None:
     assert found.training() == []
 
 
+@pytest.mark.parametrize("seconds", [0.301 * 1.003**step for step in range(8)])
+def test_no_point_of_a_hop_exceeds_its_slowest_group(seconds: float) -> None:
+    told = lines.latencies(Hop.QUEUE, 0.1, seconds, slowest_s=seconds, slowest_id="g-7")
+    found = record(*(line(told, at) for at in (0.0, 10.0)))
+    assert max(series(found, "hop", "queue:sort3")["p99_s"]) <= seconds * (1 + 1e-6), "of six digits"
+
+
 def test_percentiles_of_hops() -> None:
     found = record(
         *(

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tests.trainer.support.saved import save_model
+from yarl import URL
 
 from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json
@@ -23,7 +24,8 @@ from rolloutmq.schemas.config.run import ModelConfig, RunConfig
 from rolloutmq.schemas.errors import ConfigError, TokenizerMismatchError, VocabularyMismatchError
 from rolloutmq.schemas.files import InferenceAddress, RunLayout
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.wire.distillation import IDS_COLUMN, LOGPROBS_COLUMN
+from rolloutmq.schemas.wire.distillation import IDS_COLUMN, LOGPROBS_COLUMN, TEACH_PATH
+from rolloutmq.services.inference import server as model_server
 from rolloutmq.services.inference.teacher.server import serve
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.worker.teacher_client import TeacherClient
@@ -105,6 +107,22 @@ async def test_a_group_comes_back_with_what_the_teacher_says(
                 np.testing.assert_allclose(told[place], best.values[place - 1], atol=1e-5)
             else:
                 assert not len(ids[place])
+
+
+@pytest.mark.usefixtures("served")
+async def test_a_body_that_stops_is_not_waited_for(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_server, "BODY_S", 0.1)
+    url = URL((await address(layout)).url)
+    async with asyncio.timeout(DEADLINE_S):
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(
+            f"POST {url.path.rstrip('/')}{TEACH_PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n\x80".encode()
+        )
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_a_group_larger_than_a_request_is_asked_in_parts(layout: RunLayout, served: RunConfig) -> None:

@@ -79,8 +79,9 @@ def record(layout: RunLayout) -> None:
     lines(layout.metrics, [*map(pressure, range(1, 41)), latency(1.0, 2.0, 3.0)])
 
 
-def read(layout: RunLayout, fate: Fate = ENDED, problem: str = "") -> ComparedRun:
-    return compared(layout.root, CONFIG, fate, None if problem else SUMMARY, problem)
+def read(layout: RunLayout, fate: Fate = ENDED, problem: str = "", damaged_lines: int = 0) -> ComparedRun:
+    summary = None if problem else SUMMARY
+    return compared(layout.root, CONFIG, fate, summary, problem, damaged_lines=damaged_lines)
 
 
 def test_figures_of_a_run(layout: RunLayout) -> None:
@@ -136,7 +137,7 @@ def test_damage_costs_its_own_figures_and_is_counted(layout: RunLayout) -> None:
     (layout.acks / "x.jsonl").write_bytes(b"torn\n{}\n")
     with layout.metrics.open("ab") as metrics:
         metrics.write(b'{"t": 1, "kind":"latency_sample"}\n')
-    found = read(layout)
+    found = read(layout, damaged_lines=2)
     assert found.starved == pytest.approx(0.25)
     assert set(found.rewards) == {"all"}
     assert sorted(found.notes)[:2] == [

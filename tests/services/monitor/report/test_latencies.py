@@ -55,4 +55,15 @@ def test_many_environments_are_bounded() -> None:
     sums = LatencySums()
     for number in range(KEYS_LIMIT + 10):
         sums.add(sample("broker", row(Hop.TRAIN, 1.0, env=f"e{number}")))
-    assert len(sums.histograms()) == KEYS_LIMIT
+    assert len(sums.percentiles()) == KEYS_LIMIT
+
+
+@pytest.mark.parametrize("seconds", [0.301 * 1.003**step for step in range(8)])
+def test_no_percentile_exceeds_the_slowest_group(seconds: float) -> None:
+    """The end of a bucket may lie above all durations in it."""
+    told = sample("broker", row(Hop.TRAIN, 0.1, seconds, slowest_s=seconds))
+    window, sums = LatencyWindow(), LatencySums()
+    window.add(told, 0.0)
+    sums.add(told)
+    assert window.percentiles(0.0)[TRAIN] == sums.percentiles()[TRAIN]
+    assert sums.percentiles()[TRAIN].p99_s <= seconds

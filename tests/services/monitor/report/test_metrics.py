@@ -6,15 +6,16 @@ from typing import Any
 import msgspec
 
 from rolloutmq.schemas.wire.control import WorkerState
+from rolloutmq.services.monitor.report.figure_course import FigurePoint
 from rolloutmq.services.monitor.report.metrics import (
+    MARKS_LIMIT,
+    PRESSURES_LIMIT,
+    WORKERS_LIMIT,
     MarkKind,
-    Metrics,
-    PressurePoint,
     WorkerLine,
     WorkerWatch,
     read_metrics,
 )
-from rolloutmq.services.monitor.report.steps import FigurePoint
 
 
 def line(name: str, state: WorkerState = WorkerState.READY, pid: int = 1, **fields: Any) -> WorkerLine:
@@ -91,22 +92,11 @@ def test_record_is_read_into_series(tmp_path: Path) -> None:
 
     metrics = read_metrics(path)
 
-    assert [(one.pressure, one.ready, one.draining) for one in metrics.pressures] == [(0.5, 2, 1), (0, 0, 0)]
-    assert [one.tokens for one in metrics.steps] == [5, 5]
-    assert metrics.steps[0].reward == 0.25
+    found = metrics.pressures.points()
+    assert [(one.pressure, one.ready, one.draining) for one in found] == [(0.5, 2, 1), (0, 0, 0)]
+    assert (metrics.steps.steps, metrics.steps.tokens) == ([1, 2], 10)
     assert [mark.kind for mark in metrics.marks] == [MarkKind.DRAINED]
     assert metrics.span_s == 4.0
-
-
-def test_workers_count_from_when_as_many_were_ready_as_were_wanted() -> None:
-    def ready(t: float, count: int) -> PressurePoint:
-        return PressurePoint(t, 0.0, count, 0)
-
-    metrics = Metrics([ready(t, count) for t, count in enumerate((0, 1, 2, 1, 3))])
-    assert metrics.ready_counts(2) == [2, 1, 3]
-    assert metrics.ready_counts(2, until=3.0) == [2, 1]
-    assert metrics.ready_counts(9) == [1, 2, 1, 3]
-    assert Metrics().ready_counts(2) == []
 
 
 def test_late_members_are_those_that_the_broker_counted_last(tmp_path: Path) -> None:
@@ -141,10 +131,8 @@ def test_a_step_counts_once_whoever_reports_it(tmp_path: Path) -> None:
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
-    assert [(one.step, one.tokens, one.reward) for one in read_metrics(path).steps] == [
-        (1, 7, 0.25),
-        (2, 5, 0.5),
-    ]
+    steps = read_metrics(path).steps
+    assert (steps.steps, steps.tokens) == ([1, 2], 7 + 5)
 
 
 def test_figures_of_learning_are_series_by_name(tmp_path: Path) -> None:
@@ -155,17 +143,42 @@ def test_figures_of_learning_are_series_by_name(tmp_path: Path) -> None:
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in lines))
-    assert read_metrics(path).figures == {
+    found = {name: list(course.recent) for name, course in read_metrics(path).figures.items()}
+    assert found == {
         "loss": [FigurePoint(1.0, 1, 0.5), FigurePoint(2.0, 2, 0.25), FigurePoint(3.0, 3, 0.125)],
         "mine": [FigurePoint(1.0, 1, 3.0)],
     }
 
 
-def test_damaged_lines_are_counted_and_the_rest_is_read(tmp_path: Path) -> None:
+def test_a_damaged_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
         b'{"t": 1.0, "kind": "pressure"}\n{"t": 2.0, "ki\n{"t": "x"}\n{"t": 3.0, "kind": "pressure"}\n{"t'
     )
+    assert [one.t for one in read_metrics(path).pressures.points()] == [1.0, 3.0]
+
+
+def test_a_long_record_is_thinned(tmp_path: Path) -> None:
+    """It has as many pressures as the run has seconds, and other workers in each."""
+    path = tmp_path / "metrics.jsonl"
+    count = 3 * PRESSURES_LIMIT
+    with path.open("wb") as file:
+        for t in range(1, count + 1):
+            workers = [{"worker": f"w-{t}", "state": "failed", "pid": t}]
+            states = {"ready": t % 3, "draining": 1}
+            fields = {"rollout_pressure": 0.5, "worker_states": states, "workers": workers}
+            file.write(msgspec.json.encode({"t": float(t), "kind": "pressure"} | fields) + b"\n")
     metrics = read_metrics(path)
-    assert [one.t for one in metrics.pressures] == [1.0, 3.0]
-    assert metrics.damaged_lines == 2, "the last line was never finished, and is no damage"
+    points = metrics.pressures.points()
+    assert PRESSURES_LIMIT // 4 < len(points) <= PRESSURES_LIMIT
+    assert {one.pressure for one in points} == {0.5}
+    assert (points[0].t < 5, points[-1].t > count - 5) == (True, True)
+    assert (len(metrics.marks), metrics.marks[-1].t) == (MARKS_LIMIT, float(count))
+    assert set(metrics.ready.numbers()) == {0, 1, 2}
+
+
+def test_the_names_of_workers_are_bounded() -> None:
+    watch = WorkerWatch()
+    for number in range(WORKERS_LIMIT + 10):
+        watch.see(1.0, [line(f"w-{number}", WorkerState.FAILED)])
+    assert len(watch._pids) == len(watch._over) == WORKERS_LIMIT

@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, ServiceCrash
 from rolloutmq.schemas.process import Role
-from rolloutmq.services.monitor.status.record_view import SCARCE_BYTES, SILENT_S, full_disk, problem
+from rolloutmq.services.monitor.status.record_view import SCARCE_BYTES, SILENT_S, STEADY_S, full_disk, problem
 from rolloutmq.services.process.identity import identify, started_at
 
 ME = identify("telemetry", Role.TELEMETRY, os.getpid(), "t/telemetry")
@@ -81,3 +81,46 @@ def test_without_telemetry_nothing_is_missing(layout: RunLayout) -> None:
     write_json(layout.processes, [ME])
     layout.metrics.write_bytes(b"nonsense\n")
     assert said(layout, now) != ""
+
+
+def crashed(layout: RunLayout, crashes: int, at: float) -> None:
+    write_json(
+        layout.crashes,
+        [ServiceCrash("telemetry", crashes, at + LATER, "exit code 1: error: port 9 is taken")],
+    )
+
+
+def test_telemetry_that_crashes_on_and_on_is_told(layout: RunLayout) -> None:
+    """Most of the time it does not live, and nothing else says that events are missing."""
+    write_json(layout.owner, ME)
+    now = BEGAN + 5.0
+    crashed(layout, 1, now - 3.0)
+    assert said(layout, now) == "", "a single crash costs a second"
+    crashed(layout, 4, now - 42.0)
+    expected = (
+        "telemetry crashed 4 times in a row, last 0:42 ago: exit code 1: error: port 9 is taken; "
+        f"see {layout.log('telemetry')}, it starts again within a minute; the run goes on without metrics"
+    )
+    assert said(layout, now) == expected
+    write_json(layout.processes, [ME])
+    record(layout, now)
+    assert said(layout, now) == expected, "it has just started again"
+    record(layout, BEGAN + STEADY_S)
+    assert said(layout, BEGAN + STEADY_S) == ""
+
+
+def test_the_crashes_of_a_run_whose_launcher_is_gone_are_not_told(layout: RunLayout) -> None:
+    crashed(layout, 4, BEGAN)
+    assert said(layout, BEGAN) == ""
+    write_json(layout.owner, msgspec.structs.replace(ME, start_ticks=1))
+    assert said(layout, BEGAN) == ""
+    write_json(layout.owner, ME)
+    layout.crashes.write_text("{")
+    assert said(layout, BEGAN) == ""
+
+
+def test_a_full_disk_is_the_reason_of_the_crashes(layout: RunLayout, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_json(layout.owner, ME)
+    crashed(layout, 4, BEGAN)
+    disk(monkeypatch, 12 << 10)
+    assert "ago: the disk of the run directory is full, 12.0 KiB" in said(layout, BEGAN)

@@ -1,5 +1,6 @@
 """A torn end is left out; damage in the middle is an error."""
 
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import msgspec
 import pytest
 
 from rolloutmq.schemas.errors import DamagedFileError
-from rolloutmq.services.monitor.text.jsonl import read_lines, read_whole_lines
+from rolloutmq.services.monitor.text.jsonl import LINE_LIMIT_BYTES, read_lines, read_whole_lines
 
 
 class Point(msgspec.Struct):
@@ -53,3 +54,20 @@ def test_damaged_lines_are_counted_by_who_can_say_so(tmp_path: Path) -> None:
     path.write_bytes(b'{"x":1}\n{"x":\n\n\xff\n{"x":3}\n{"x"')
     assert [point.x for point in read_whole_lines(path, Point, damaged)] == [1, 3]
     assert damaged == {"a.jsonl": 3}
+
+
+@pytest.mark.parametrize("end", [b"\n", b'\n{"x":3}\n', b""])
+def test_a_line_without_end_is_damage_and_not_read_whole(tmp_path: Path, end: bytes) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"x":1}\n' + b" " * (8 * LINE_LIMIT_BYTES) + end)
+    damaged: Counter[str] = Counter()
+    tracemalloc.start()
+    try:
+        found = [point.x for point in read_whole_lines(path, Point, damaged)]
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (found, damaged) == ([1, 3] if end.endswith(b"}\n") else [1], {"a.jsonl": 1})
+    assert most < 4 * LINE_LIMIT_BYTES
+    with pytest.raises(DamagedFileError, match=r"a\.jsonl, line 2: is longer than 16 MiB"):
+        list(read_lines(path, Point))

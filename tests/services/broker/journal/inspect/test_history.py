@@ -130,3 +130,32 @@ def test_another_version_is_refused_and_not_told_as_damage(made: Handmade, versi
     with pytest.raises(RecordVersionError, match=f"got version {version}"):
         list(history)
     assert history.damage == []
+
+
+def acceptances(made: Handmade) -> list[tuple[float, int]]:
+    found = JournalHistory(made.journal).with_unlogged()
+    return [(at, event.order) for at, event in found if isinstance(event, Accepted)]
+
+
+def test_the_groups_accepted_just_before_a_kill_are_in_the_whole_history(made: Handmade) -> None:
+    """The broker answers once the record is durable, and writes the event some milliseconds later."""
+    accepted = [made.accept(order) for order in (1, 2, 3)]
+    made.log(began(), accepted[:1])
+    assert [order for _, order in acceptances(made)] == [1, 2, 3]
+    assert [at for at, _ in acceptances(made)][1:] == [accepted[1].at, accepted[2].at]
+    made.log([Numbers(4, 0, 0), *map(item, accepted), ledger(3, queued=3), Began(2, 1, "disk")])
+    assert [order for _, order in acceptances(made)] == [1, 2, 3]
+    made.accept(4)
+    assert [order for _, order in acceptances(made)] == [1, 2, 3, 4]
+
+
+def test_the_state_of_a_log_of_the_same_life_adds_no_group(made: Handmade) -> None:
+    accepted = [made.accept(order) for order in (1, 2)]
+    made.log([Numbers(3, 0, 0), *map(item, accepted), ledger(2, queued=2), began()[-1]])
+    made.log([Numbers(3, 0, 0), *map(item, accepted), ledger(2, queued=2)])
+    assert acceptances(made) == []
+
+
+def test_records_without_any_log_are_no_history(made: Handmade) -> None:
+    made.accept(1)
+    assert acceptances(made) == []

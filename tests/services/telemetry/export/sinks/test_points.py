@@ -81,6 +81,16 @@ def test_state_is_sampled_at_intervals() -> None:
     assert point.values["wait/trainer_starved_s"] == 0.5  # of the next broker
 
 
+@pytest.mark.parametrize("seconds", [0.301 * 1.003**step for step in range(8)])
+def test_no_percentile_exceeds_the_slowest(seconds: float) -> None:
+    points = Points()
+    points_of(latency(row(Hop.QUEUE, [0.1, seconds], slowest_s=seconds)), points=points)
+    (point,) = points_of(pressure(), points=points, now=SAMPLE_S)
+    found = [value for name, value in point.values.items() if name.startswith("latency/")]
+    assert found
+    assert all(value is not None and value <= seconds for value in found)
+
+
 def test_names_are_bounded() -> None:
     points, seen = Points(), set[str]()
     for number in range(1000):

@@ -1,6 +1,7 @@
 """The proxy without verifiers: requests of their client, failures of an engine, and what is kept."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 import pytest
 from tests.services.worker.verifiers.support import DEADLINE_S, policy_of
+from yarl import URL
 
 from rolloutmq import Completion, PolicyVersion
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
+from rolloutmq.services.worker.verifiers.tasksets import proxy as proxy_module
 from rolloutmq.services.worker.verifiers.tasksets.proxy import GroupCalls, Proxy
 
 if TYPE_CHECKING:
@@ -119,7 +122,7 @@ async def test_patience_is_that_of_the_group(server: "FakeServer") -> None:
                 attempts = len(server.asked) - before
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"'])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b'{"x":"\xff"}', b"[" * 10_000])
 async def test_what_is_no_request_is_refused(server: "FakeServer", body: bytes) -> None:
     async with policy_of(server.url) as policy, asking(policy) as client:
         assert (await client.ask(body=body))[0] == 400
@@ -154,6 +157,48 @@ async def test_an_unknown_trace_and_one_that_is_over_are_refused(server: "FakeSe
         async with session.get(proxy.base_url.replace("/v1", "x/v1/models")) as response:
             assert response.status == 404  # another path
     assert len(server.asked) == 1
+
+
+async def test_a_body_that_stops_is_not_waited_for(
+    server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_module, "BODY_S", 0.1)
+    async with policy_of(server.url) as policy, asking(policy) as client, asyncio.timeout(DEADLINE_S):
+        url = URL(client.proxy.base_url)
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        path = url.path.removesuffix("/v1") + "/inference/v1/generate"
+        writer.write(
+            f"POST {path} HTTP/1.1\r\nHost: x\r\nX-Session-ID: t\r\nContent-Length: 9\r\n\r\n{{".encode()
+        )
+        assert (await reader.read()).startswith(b"HTTP/1.1 408 ")
+        writer.close()
+        await writer.wait_closed()
+    assert not server.asked
+
+
+async def test_connections_that_ask_nothing_make_room(
+    server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that an agent started holds them; the group goes on."""
+    monkeypatch.setattr(proxy_module, "client_limit", lambda: 3)
+    async with policy_of(server.url) as policy, asking(policy) as client, asyncio.timeout(DEADLINE_S):
+        url = URL(client.proxy.base_url)
+        idle = [await asyncio.open_connection(url.host, url.port) for _ in range(6)]
+        assert (await client.ask())[0] == 200
+        assert await idle[0][0].read() == b"", "the oldest one was closed"
+        for _, writer in idle:
+            writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+
+async def test_a_body_that_is_too_large_is_told(
+    server: "FakeServer", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_module, "BODY_LIMIT_BYTES", 100)
+    async with policy_of(server.url) as policy, asking(policy) as client:
+        status, answer = await client.ask(body=b" " * 200)
+    assert (status, answer["error"]["message"]) == (413, "request body too large; at most 100 bytes")
 
 
 async def test_a_cancelled_request_cancels_that_of_the_engine(server: "FakeServer") -> None:

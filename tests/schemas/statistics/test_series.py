@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutmq.services.dashboard.record.series import Fold, Series, SeriesBook
+from rolloutmq.schemas.statistics.series import Fold, Series, SeriesBook
 
 COLUMNS = {"mean": Fold.MEAN, "low": Fold.LOW, "high": Fold.HIGH, "last": Fold.LAST, "sum": Fold.SUM}
 
