@@ -14,7 +14,7 @@ inference.json       address of the first engine                        inferenc
 inference-1.json ... addresses of further engines                       each engine, while it serves
 teacher.json         address of the teacher                             teacher, once it is ready
 connection.json      the run's addresses and key, in the directory of another host    whoever joins
-http_token           token for the run's HTTP servers, on another host  whoever joins
+http_token           token for the run's HTTP servers, if it has keys   launcher; on another host whoever joins
 gateway.json         address of the HTTP interface                      gateway, once it listens
 registrations.json   trainer, environments and step of the gateway      gateway
 doubts.log           posts that may not have been answered              gateway

@@ -38,7 +38,7 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.files import HubSource
 from rolloutmq.schemas.network.address import LISTEN_PORTS, listen_of
 from rolloutmq.services.curriculum.samplers.registry import check_samplers
-from rolloutmq.services.http_server.access import http_token
+from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.inference.vllm.installed import require_vllm
 from rolloutmq.services.programs.command import check_command
 from rolloutmq.services.telemetry.export.packages import missing_in

@@ -32,6 +32,7 @@ from rolloutmq.services.gateway.service import Gateway
 from rolloutmq.services.gateway.web.protocol import LimitedProtocol
 from rolloutmq.services.http_server.access import HttpAccess, access_of
 from rolloutmq.services.http_server.connection_bounds import ConnectionBounds, client_limit
+from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
@@ -143,7 +144,7 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
 def access(run: RunConfig, config: GatewayConfig) -> HttpAccess:
     """Return who may send requests to the gateway of a run."""
     remedy = "; allow the page with gateway.cors_origins"
-    return access_of(run, config.host, config.cors_origins, remedy)
+    return access_of(run, Server.GATEWAY, config.host, config.cors_origins, remedy)
 
 
 def _connections(config: GatewayConfig) -> Any:

@@ -2,7 +2,8 @@
 
 The headers of a request have `HEAD_S` from the beginning of the connection, or from the first byte after the last
 reply. `connection_bounds` has the bound. A request that is no HTTP gets its reply from aiohttp before it reaches the
-application, so the application's headers are added here.
+application, so the application's headers are added here. aiohttp repeats such a request in its reply and in the log,
+and a token may be in it: here neither has any part of it.
 """
 
 import asyncio
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
 from rolloutmq.services.http_server.connection_bounds import ConnectionBounds
@@ -120,9 +122,22 @@ class _Connection(RequestHandler):
         elif data and self._due is None and self._kept is not None:
             self._expect(self._loop.time() + self._head_s)
 
-    def handle_error(self, *given: Any, **named: Any) -> web.StreamResponse:
-        """Return aiohttp's reply to a request that it cannot serve, with the site's headers."""
-        response = super().handle_error(*given, **named)
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the reply to a request that cannot be served, with the site's headers."""
+        if isinstance(exc, HttpProcessingError):
+            status = exc.code
+            response: web.StreamResponse = web.Response(
+                status=status, text=f"no valid HTTP request ({type(exc).__name__})"
+            )
+            response.force_close()
+        else:
+            response = super().handle_error(request, status, exc, message)
         response.headers.update(self._extra)
         return response
 

@@ -25,6 +25,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess, access_of
 from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.http_server.request_latencies import count_tokens
+from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
 from rolloutmq.services.inference.jobs import Job
 from rolloutmq.services.inference.openai import requests, responses, tokenize
@@ -231,7 +232,7 @@ async def serve_http(
     raise_descriptor_limit()
     latencies = recorder_of(name, run.telemetry)
     wanted = config.port if name == FIRST else 0
-    app = front.app(access_of(run, config.host), latencies)
+    app = front.app(access_of(run, Server.ENGINE, config.host), latencies)
     async with (
         publishing(latencies, layout, run.telemetry.interval_s),
         listening(app, config.host, wanted, port_before(address)) as port,

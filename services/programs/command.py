@@ -17,7 +17,8 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import GatewayAddress, RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Restart, Role
-from rolloutmq.services.http_server.access import http_token, with_token
+from rolloutmq.services.http_server.access import with_token
+from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.process.identity import runs
 
 WORKER_PATH: Final = "/w/"

@@ -41,7 +41,7 @@ from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
-from rolloutmq.services.http_server.access import http_token
+from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.joining import joined

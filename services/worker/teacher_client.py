@@ -61,7 +61,8 @@ from rolloutmq.schemas.wire.distillation import (
     TeachRequest,
 )
 from rolloutmq.schemas.wire.envelope import Dtype
-from rolloutmq.services.http_server.access import authorization, http_token
+from rolloutmq.services.http_server.access import authorization
+from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.worker.openai import wire
 
 logger = logging.getLogger(__name__)

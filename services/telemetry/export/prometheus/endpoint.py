@@ -22,6 +22,7 @@ from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
 from rolloutmq.services.http_server.access import HttpAccess, access_of, split_token
 from rolloutmq.services.http_server.bounded_site import BoundedSite
+from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.telemetry.export.prometheus.families import Families
@@ -115,7 +116,9 @@ class Endpoint:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         token, path = split_token(request.path)
-        denied = self._access.refusal(lambda name: request.headers.get(name, ""), token)
+        denied = self._access.refusal(
+            lambda name: request.headers.get(name, ""), token, path, method=request.method
+        )
         if denied is not None:
             return web.Response(status=denied.status, text=f"{denied.reason}\n", headers=dict(denied.headers))
         if path != PATH:
@@ -182,7 +185,7 @@ async def serve_metrics(run: RunConfig, collect: Collect, stop: Stop, retry_s: f
     config, why = run.telemetry, ""
     while not stop.event.is_set():
         try:
-            access = access_of(run, config.metrics_host)
+            access = access_of(run, Server.METRICS, config.metrics_host)
             async with _listening(Endpoint(Pages(collect), access).application(), config) as url:
                 logger.info("metrics listening url=%s%s", url, PATH)
                 why = ""
