@@ -30,6 +30,7 @@ from rolloutmq.schemas.files import InferenceAddress, RunLayout, SentAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import authorization
 from rolloutmq.services.http_server.run_token import http_token
+from rolloutmq.services.http_server.tls import client_tls
 from rolloutmq.trainer.weights import address, backends
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
@@ -171,7 +172,7 @@ def _continue(layout: RunLayout, url: str) -> dict[str, Any]:
         msgspec.json.encode(asked),
         {"Content-Type": "application/json"} | authorization(http_token(run)),
     )
-    with urllib.request.urlopen(request, timeout=REQUEST_PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=REQUEST_PATIENCE_S, context=client_tls(run)) as answer:
         choice: dict[str, Any] = msgspec.json.decode(answer.read())["choices"][0]
     return choice
 

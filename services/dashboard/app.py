@@ -244,7 +244,15 @@ class DashboardApp:
             )
             raise _RefusalError(401, "token", reason)
         response = web.Response(status=204)
-        response.set_cookie(self._cookie, cookie, httponly=True, samesite="Strict", path="/", max_age=LIFE_S)
+        response.set_cookie(
+            self._cookie,
+            cookie,
+            httponly=True,
+            secure=request.secure,
+            samesite="Strict",
+            path="/",
+            max_age=LIFE_S,
+        )
         return response
 
     async def _state(self, _request: web.Request) -> Reply:

@@ -22,7 +22,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
-from rolloutmq.bus.transport.keys.watched_list import WatchedList
+from rolloutmq.bus.transport.keys.watched_file import WatchedFile
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.services.http_server import roles
@@ -175,12 +175,12 @@ def store_of(run: RunConfig) -> TokenStore:
     return TokenStore(own, listed_keys(run))
 
 
-def listed_keys(run: RunConfig) -> WatchedList[tuple[Listed, ...]] | None:
+def listed_keys(run: RunConfig) -> WatchedFile[tuple[Listed, ...]] | None:
     """Return the keys of a run, None if it has none; raises what `KeyDirectory.records` raises."""
     if not run.broker.keys:
         return None
     directory = KeyDirectory(run.base_dir / run.broker.keys)
-    return WatchedList[tuple[Listed, ...]](directory.authorized, directory.records)
+    return WatchedFile[tuple[Listed, ...]](directory.authorized, directory.records)
 
 
 def names_of(host: str, known: Iterable[str] = ()) -> frozenset[str]:

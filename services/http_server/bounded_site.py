@@ -9,6 +9,7 @@ and a token may be in it: here neither has any part of it.
 import asyncio
 import socket
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, cast
 
@@ -16,7 +17,9 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from rolloutmq.services.http_server.connection_bounds import ConnectionBounds
+from rolloutmq.services.http_server.connection_bounds import Bounds, ConnectionBounds
+from rolloutmq.services.http_server.tls import ServerTls
+from rolloutmq.services.http_server.tls_listener import TlsListener
 
 NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 HEAD_S: Final = 10.0
@@ -34,7 +37,8 @@ class BoundedSite(web.SockSite):
         backlog: Connections that the kernel keeps until they are taken.
         limit: Most connections at a time.
         headers: Headers of each reply that aiohttp makes by itself.
-        head_s: Time for the headers of a request, in seconds.
+        head_s: Time for the headers of a request, in seconds; for a handshake of TLS the same.
+        tls: Certificate of the server; None for plain HTTP.
     """
 
     def __init__(
@@ -46,12 +50,14 @@ class BoundedSite(web.SockSite):
         limit: int,
         headers: Mapping[str, str] = NO_HEADERS,
         head_s: float = HEAD_S,
+        tls: ServerTls | None = None,
     ) -> None:
         host, port = bound.getsockname()[:2]
         super().__init__(runner, bound, backlog=backlog)
         self._bounds = ConnectionBounds(f"{host}:{port}", limit)
         self._headers = headers
         self._head_s = head_s
+        self._tls = tls
 
     async def start(self) -> None:
         """Listen. OSError if the socket cannot."""
@@ -59,10 +65,21 @@ class BoundedSite(web.SockSite):
         server, loop = self._runner.server, asyncio.get_running_loop()
         assert server is not None
 
-        def connected() -> RequestHandler:
-            return _Connection(self._bounds, self._headers, self._head_s, server, loop=loop, **server._kwargs)
+        def connected(bounds: Bounds) -> RequestHandler:
+            return _Connection(bounds, self._headers, self._head_s, server, loop=loop, **server._kwargs)
 
-        self._server = await loop.create_server(connected, sock=self._sock, backlog=self._backlog)
+        if self._tls is None:
+            plain = partial(connected, self._bounds)
+            self._server = await loop.create_server(plain, sock=self._sock, backlog=self._backlog)
+            return
+        listener = TlsListener(self._sock, self._backlog, self._tls, self._bounds, connected, self._head_s)
+        self._server = cast("asyncio.Server", listener)
+
+    async def stop(self) -> None:
+        """Stop to listen; connections go on until their server ends."""
+        await super().stop()
+        if self._tls is not None and self._server is not None:
+            await self._server.wait_closed()
 
 
 class _Connection(RequestHandler):
@@ -72,7 +89,7 @@ class _Connection(RequestHandler):
 
     def __init__(
         self,
-        bounds: ConnectionBounds,
+        bounds: Bounds,
         extra: Mapping[str, str],
         head_s: float,
         server: web.Server,

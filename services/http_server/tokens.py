@@ -2,7 +2,7 @@
 
 Only hashes are kept. A token is looked up by the first characters of its hash, which a client cannot choose one by one,
 and the whole hash is then compared in constant time: the time of an answer tells nothing about a token. Revocations
-count without a restart, see `bus.transport.keys.watched_list`.
+count without a restart, see `bus.transport.keys.watched_file`.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
-from rolloutmq.bus.transport.keys.watched_list import WatchedList
+from rolloutmq.bus.transport.keys.watched_file import WatchedFile
 from rolloutmq.schemas.network.keys import Role
 
 OWN: Final = "(run)"
@@ -60,7 +60,7 @@ class TokenStore:
     def __init__(
         self,
         own: Mapping[str, Holder] = MappingProxyType({}),
-        listed: WatchedList[tuple[Listed, ...]] | None = None,
+        listed: WatchedFile[tuple[Listed, ...]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._own = {_hash(token): holder for token, holder in own.items()}

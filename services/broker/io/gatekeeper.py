@@ -4,7 +4,7 @@ libzmq asks during the handshake of each connection (ZAP, RFC 27), on a socket t
 the key becomes the `User-Id` of the connection's messages. An error in an answer refuses that one connection and no
 other. Without an answer nobody enters: libzmq gives the connection up after `HANDSHAKE_MS`, and the client tries again.
 
-The list of keys is read again when its file has changed, as `bus.transport.keys.watched_list` says.
+The list of keys is read again when its file has changed, as `bus.transport.keys.watched_file` says.
 """
 
 import logging
@@ -15,7 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
-from rolloutmq.bus.transport.keys.watched_list import WatchedList
+from rolloutmq.bus.transport.keys.watched_file import WatchedFile
 from rolloutmq.bus.transport.sockets import Socket
 from rolloutmq.schemas.network.keys import Role
 
@@ -47,7 +47,7 @@ class KnownKeys:
         """Role of each name that may enter."""
         self._names: dict[bytes, str] = {}
         self._revoked: dict[bytes, str] = {}
-        self._list = WatchedList(directory.authorized, directory.records)
+        self._list = WatchedFile(directory.authorized, directory.records)
         self._take()
 
     @property

@@ -39,6 +39,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess, access_of
 from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.http_server.roles import Server
+from rolloutmq.services.http_server.tls import server_tls
 from rolloutmq.services.inference.app import first
 from rolloutmq.services.inference.batcher import Batcher
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
@@ -191,8 +192,9 @@ async def _serve(server: TeacherServer, run: RunConfig, layout: RunLayout, stop:
     app = server.app(access_of(run, Server.TEACHER, config.host), latencies)
     async with publishing(latencies, layout, run.telemetry.interval_s), asyncio.TaskGroup() as tasks:
         work = tasks.create_task(server.source.run())
-        async with listening(app, config.host, config.port, port_before(layout.teacher)) as port:
-            url = http_url(config.host, port)
+        tls = server_tls(run)
+        async with listening(app, config.host, config.port, port_before(layout.teacher), tls) as port:
+            url = http_url(config.host, port, run.run.scheme)
             heartbeat = EngineHeartbeat(
                 layout.teacher,
                 Role.TEACHER.value,

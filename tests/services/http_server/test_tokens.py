@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
-from rolloutmq.bus.transport.keys.watched_list import WatchedList
+from rolloutmq.bus.transport.keys.watched_file import WatchedFile
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.services.http_server import tokens
 from rolloutmq.services.http_server.tokens import OWN, Holder, Listed, TokenStore
@@ -14,8 +14,8 @@ TOKEN = "0123456789abcdef"
 RUN = Holder(OWN, Role.ADMIN)
 
 
-def watched(keys: KeyDirectory) -> WatchedList[tuple[Listed, ...]]:
-    return WatchedList[tuple[Listed, ...]](keys.authorized, keys.records)
+def watched(keys: KeyDirectory) -> WatchedFile[tuple[Listed, ...]]:
+    return WatchedFile[tuple[Listed, ...]](keys.authorized, keys.records)
 
 
 def test_without_tokens_a_store_is_open() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rolloutmq.bus.transport.keys.watched_list import LOOK_S, WatchedList
+from rolloutmq.bus.transport.keys.watched_file import LOOK_S, WatchedFile
 from rolloutmq.schemas.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def numbers(tmp_path: Path) -> Numbers:
 
 
 def test_it_is_read_again_once_it_has_changed(numbers: Numbers) -> None:
-    watched = WatchedList(numbers.path, numbers.read)
+    watched = WatchedFile(numbers.path, numbers.read)
     assert not watched.look(1.0)
     assert (watched.value, numbers.reads) == (1, 1)
     numbers.write("2")
@@ -48,7 +48,7 @@ def test_it_is_read_again_once_it_has_changed(numbers: Numbers) -> None:
 def test_a_damaged_or_missing_one_leaves_that_of_before(
     numbers: Numbers, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watched = WatchedList(numbers.path, numbers.read)
+    watched = WatchedFile(numbers.path, numbers.read)
     numbers.write("{")
     assert not watched.look(1.0)
     assert "keys not read, those of before stay error=number: is damaged" in caplog.text
@@ -60,4 +60,4 @@ def test_a_damaged_or_missing_one_leaves_that_of_before(
 def test_one_that_cannot_be_read_at_the_start_is_refused(numbers: Numbers) -> None:
     numbers.write("{")
     with pytest.raises(ConfigError, match="number: is damaged"):
-        WatchedList(numbers.path, numbers.read)
+        WatchedFile(numbers.path, numbers.read)
