@@ -47,6 +47,7 @@ from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.dashboard.on_demand import PageOnDemand, page_of
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
+from rolloutmq.services.http_server.run_token import with_own_token
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.orchestrator.supervision.core import (
@@ -136,6 +137,7 @@ def up(config: RunConfig, options: UpOptions) -> int:
             logger.info("from a hub key=%s name=%s commit=%s", one.key, one.name, one.commit)
         if found.sources:
             write_json(layout.hub, found.sources)
+        config = with_own_token(config, layout)
         write_json(layout.config, config)
         with (
             _listener(config, layout, as_json=options.as_json) as listener,

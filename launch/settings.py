@@ -205,6 +205,7 @@ def prepare_service(
     from rolloutmq.services.broker.journal.read.versions import (
         require_own_records,  # commands that only read a file
     )
+    from rolloutmq.services.http_server.run_token import with_own_token
 
     require_own_records(layout)
     run_dir.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
@@ -215,7 +216,7 @@ def prepare_service(
         else:
             alone = () if file is not None else ("trainer.enabled=false",)
             config = load(file, environ=os.environ, assignments=(*defaults, *alone, *assignments))
-        write_json(layout.config, located(config))
+        write_json(layout.config, with_own_token(located(config), layout))
 
 
 @contextmanager

@@ -15,7 +15,8 @@ inference.json       address of the first engine                        inferenc
 inference-1.json ... addresses of further engines                       each engine, while it serves
 teacher.json         address of the teacher                             teacher, once it is ready
 connection.json      the run's addresses and key, in the directory of another host    whoever joins
-http_token           token for the run's HTTP servers, on another host  whoever joins
+http_token           token for the run's HTTP servers, if it has keys   launcher; on another host whoever joins
+tls_ca.pem           certificates that the run's clients trust, on another host    whoever joins
 gateway.json         address of the HTTP interface                      gateway, once it listens
 registrations.json   trainer, environments and step of the gateway      gateway
 doubts.log           posts that may not have been answered              gateway
@@ -87,6 +88,7 @@ class RunLayout:
         self.teacher = root / "teacher.json"
         self.connection = root / "connection.json"
         self.http_token = root / "http_token"
+        self.tls_ca = root / "tls_ca.pem"
         self.gateway = root / "gateway.json"
         self.registrations = root / "registrations.json"
         self.doubts = root / "doubts.log"

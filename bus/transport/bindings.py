@@ -172,7 +172,7 @@ def listen_addresses(listen: str, previous: Sequence[str] = ()) -> list[tuple[st
     return wanted
 
 
-def http_url(host: str, port: int) -> str:
+def http_url(host: str, port: int, scheme: str = "http") -> str:
     """Return the URL at which this machine reaches a server bound to `host`."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
-    return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    return f"{scheme}://[{reachable}]:{port}" if ":" in reachable else f"{scheme}://{reachable}:{port}"

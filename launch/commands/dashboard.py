@@ -12,7 +12,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.schemas.printable import printable
 from rolloutmq.services.dashboard.entry.sessions import Sessions
-from rolloutmq.services.dashboard.server import bind, link_of, serve
+from rolloutmq.services.dashboard.server import bind, link_of, page_tls, serve
 from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.process.runner import Stop
@@ -23,19 +23,20 @@ def dashboard(run_dir: Path, host: str, port: int) -> int:
 
     Raises:
         AddressInUseError: Another process uses the port.
-        ConfigError: The address cannot be bound.
+        ConfigError: The address cannot be bound, or the certificate of the run cannot be used.
     """
     root = run_dir.resolve()
     sessions = Sessions()
     with bind(host, port) as bound:
         bound.listen()
-        if not is_loopback(host):
+        tls = page_tls(root, host)
+        if tls is None and not is_loopback(host):
             sys.stderr.write(
                 f"warning: {host} is within reach of other machines, and plain HTTP is not encrypted: who is on the "
                 f"way can read the page and act as you; `ssh -L {port or 'PORT'}:127.0.0.1:{port or 'PORT'}` is safer\n"
             )
         with reader_may_leave():
-            sys.stdout.write(f"{link_of(bound, sessions.token)}\n")
+            sys.stdout.write(f"{link_of(bound, sessions.token, 'http' if tls is None else 'https')}\n")
             sys.stdout.write(
                 f"{printable(fate_of(RunLayout(root)).say(RunLayout(root)))}; Ctrl-C ends the page\n"
             )

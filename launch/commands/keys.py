@@ -2,11 +2,20 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
 from rolloutmq.bus.files import read_regular
 from rolloutmq.bus.transport.keys.bundle import save_bundle
+from rolloutmq.bus.transport.keys.certificates import (
+    CA,
+    CERT,
+    DAYS,
+    KEY,
+    make_certificate,
+    require_cryptography,
+)
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.schemas.errors import ConfigError, UnusablePathError
 from rolloutmq.schemas.network.keys import KeyRecord, Role
@@ -15,14 +24,37 @@ from rolloutmq.schemas.printable import printable, shell_word
 PEM = b"-----BEGIN CERTIFICATE-----"
 
 
-def init(directory: Path) -> int:
-    """Create a key directory; return the exit code. Raises what `KeyDirectory.create` raises."""
+def init(directory: Path, hosts: Sequence[str] = ()) -> int:
+    """Create a key directory, with a certificate for hosts if there are any; return the exit code.
+
+    Raises what `KeyDirectory.create` and `make_certificate` raise.
+    """
+    if hosts:
+        require_cryptography()
     KeyDirectory.create(directory)
     sys.stdout.write(
         f"wrote {printable(str(directory))}: set broker.keys to it, and make a key for each client with "
         f"`rolloutmq keys new {shell_word(directory)} NAME --role ROLE`\n"
     )
+    if hosts:
+        _certify(directory, hosts)
     return 0
+
+
+def tls(directory: Path, hosts: Sequence[str]) -> int:
+    """Make or renew a certificate for hosts; return the exit code. Raises what `make_certificate` raises."""
+    KeyDirectory(directory).server()
+    _certify(directory, hosts)
+    return 0
+
+
+def _certify(directory: Path, hosts: Sequence[str]) -> None:
+    make_certificate(directory, hosts)
+    cert, key, ca = (printable(str(directory / name)) for name in (CERT, KEY, CA))
+    sys.stdout.write(
+        f'wrote {cert}, for {DAYS} days: set run.tls_cert = "{cert}", run.tls_key = "{key}" and '
+        f'run.tls_ca = "{ca}"\n'
+    )
 
 
 def new(directory: Path, name: str, role: Role, out: Path, ca: Path | None) -> int:
@@ -34,7 +66,8 @@ def new(directory: Path, name: str, role: Role, out: Path, ca: Path | None) -> i
     """
     if out.exists():
         raise ConfigError(str(out), "exists, and is not written over; name another file with --out")
-    certificates = _certificates(ca) if ca is not None else ""
+    own = directory / CA
+    certificates = _certificates(ca or own) if ca is not None or own.exists() else ""
     save_bundle(out, KeyDirectory(directory).new(name, role, ca=certificates))
     sys.stdout.write(
         f"wrote {printable(str(out))}: carry it to the host of {name}, keep no copy, and close it to other users "

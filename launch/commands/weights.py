@@ -23,11 +23,14 @@ import msgspec
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.launch.commands.doctor import Finding, print_findings
 from rolloutmq.schemas.errors import RolloutMQError, WeightsSilentError
 from rolloutmq.schemas.files import InferenceAddress, RunLayout, SentAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.http_server.access import authorization
+from rolloutmq.services.http_server.run_token import http_token
+from rolloutmq.services.http_server.tls import client_tls
 from rolloutmq.trainer.weights import address, backends
 from rolloutmq.trainer.weights.disk import DiskShare
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
@@ -83,8 +86,8 @@ def _stamped(layout: RunLayout) -> Finding:
     for _ in range(ATTEMPTS):
         before = address.read_sent(layout.weights)
         try:
-            stamped = _versions(_continue(server.url))
-        except (OSError, KeyError, msgspec.DecodeError) as error:
+            stamped = _versions(_continue(layout, server.url))
+        except (RolloutMQError, OSError, KeyError, msgspec.DecodeError) as error:
             return _broken("served", error)
         if before and before == address.read_sent(layout.weights) and stamped == {before.version}:
             found = f"sampled from version {_short(before.version or PolicyVersion())}, the version last sent"
@@ -145,7 +148,7 @@ def _served(layout: RunLayout, model: Any, share: SharedWeights) -> Finding:
         return Finding("served", fine=False, found="no inference server", remedy="start one", needed=False)
     for _ in range(ATTEMPTS):
         try:
-            choice = _continue(server.url)
+            choice = _continue(layout, server.url)
             with share.reading() as version:
                 if _versions(choice) == {version}:
                     return _compared(model, choice, version)
@@ -155,7 +158,8 @@ def _served(layout: RunLayout, model: Any, share: SharedWeights) -> Finding:
     return Finding("served", fine=False, found=found, remedy="retry while steps are slower", needed=False)
 
 
-def _continue(url: str) -> dict[str, Any]:
+def _continue(layout: RunLayout, url: str) -> dict[str, Any]:
+    run, _ = load_run(layout.root)
     asked = {
         "prompt": [list(PROMPT)],
         "max_tokens": TOKENS,
@@ -164,9 +168,11 @@ def _continue(url: str) -> dict[str, Any]:
         "return_token_ids": True,
     }
     request = urllib.request.Request(
-        f"{url}/v1/completions", msgspec.json.encode(asked), {"Content-Type": "application/json"}
+        f"{url}/v1/completions",
+        msgspec.json.encode(asked),
+        {"Content-Type": "application/json"} | authorization(http_token(run)),
     )
-    with urllib.request.urlopen(request, timeout=REQUEST_PATIENCE_S) as answer:
+    with urllib.request.urlopen(request, timeout=REQUEST_PATIENCE_S, context=client_tls(run)) as answer:
         choice: dict[str, Any] = msgspec.json.decode(answer.read())["choices"][0]
     return choice
 

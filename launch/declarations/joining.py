@@ -50,6 +50,14 @@ def join_engine(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Allow an address within reach of other machines, unencrypted.")
     ] = False,
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="Certificate (PEM) of the engine, for TLS.", metavar="FILE", show_default=False),
+    ] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(help="Private key (PEM) of --tls-cert.", metavar="FILE", show_default=False),
+    ] = None,
     model: Model = None,
     name: NameHere = "",
     run_dir: DirectoryHere = None,
@@ -60,7 +68,9 @@ def join_engine(
     from rolloutmq.launch.commands.remote.engine_beats import Served
 
     way = programs.Way(connection(required(connect, "--connect"), key, "EngineBeat"), run_dir, grace, name)
-    raise typer.Exit(programs.join_engine(Served(host, port, advertise, insecure), model, way))
+    raise typer.Exit(
+        programs.join_engine(Served(host, port, advertise, insecure, tls_cert, tls_key), model, way)
+    )
 
 
 def required(value: T | None, name: str) -> T:

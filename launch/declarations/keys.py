@@ -15,11 +15,36 @@ KeyName = Annotated[str, typer.Argument(help="Name of the key.", show_default=Fa
 
 
 @keys.command("init")
-def keys_init(directory: Directory) -> None:
+def keys_init(
+    directory: Directory,
+    tls: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tls",
+            metavar="HOST",
+            help="Also make a certificate for the HTTP servers of this host, as `keys tls`; repeat it for other names.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
     """Create a key directory, with the key of the broker."""
     from rolloutmq.launch.commands import keys
 
-    raise typer.Exit(keys.init(directory))
+    raise typer.Exit(keys.init(directory, tls or []))
+
+
+@keys.command("tls")
+def keys_tls(
+    directory: Directory,
+    hosts: Annotated[
+        list[str],
+        typer.Argument(metavar="HOST...", help="Names and addresses of the servers.", show_default=False),
+    ],
+) -> None:
+    """Make or renew the certificate of the HTTP servers of a run, by an authority of its own."""
+    from rolloutmq.launch.commands import keys
+
+    raise typer.Exit(keys.tls(directory, hosts))
 
 
 @keys.command("new")
@@ -32,7 +57,11 @@ def keys_new(
     ] = None,
     ca: Annotated[
         Path | None,
-        typer.Option(help="Certificates (PEM) by which the client trusts the HTTP servers of the run."),
+        typer.Option(
+            help="Certificates (PEM) by which the client trusts the HTTP servers of the run.  [default: those of "
+            "`keys tls`]",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Make the key of a client, and write the file to carry to its host."""

@@ -8,14 +8,18 @@ import importlib.util
 import math
 import os
 import socket
+import ssl
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 
 from rolloutmq.bus.tokenizer_fingerprint import MODEL_FILE, fingerprint, vocabulary
+from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.launch.endings import TRAINER_NEEDS, ProblemsError, UserCodeError, problems_of, raise_all
 from rolloutmq.launch.preflight.hub import NAMED, described, lacks_dataset
@@ -38,8 +42,10 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.files import HubSource
 from rolloutmq.schemas.network.address import LISTEN_PORTS, listen_of
 from rolloutmq.services.curriculum.samplers.registry import check_samplers
-from rolloutmq.services.http_server.access import http_token
+from rolloutmq.services.http_server.run_token import http_token
+from rolloutmq.services.http_server.tls import client_tls, problem_of_name, server_tls
 from rolloutmq.services.inference.vllm.installed import require_vllm
+from rolloutmq.services.monitor.text import format
 from rolloutmq.services.programs.command import check_command
 from rolloutmq.services.telemetry.export.packages import missing_in
 from rolloutmq.services.worker.loader import check_entry
@@ -147,6 +153,7 @@ def examine(
             *_advise_weights(config),
             *_lone_sequences(config),
             *_short_drains(config),
+            *_advise_tls(config),
             *(one.error for verdict in verdicts for one in verdict.advice),
         ),
         tried={one.env: one.tried for one in verdicts if not one.problems and not one.failures},
@@ -187,6 +194,7 @@ def _of_the_run(config: RunConfig, sources: Sequence[HubSource], *, fetched: boo
         lambda: _check_batch(config),
         lambda: _check_normalization(config),
         lambda: http_token(config),
+        lambda: _check_tls(config),
         lambda: _check_listen(config),
         lambda: require_vllm(config.inference.vllm.python) if config.inference.kind == "vllm" else None,
         lambda: _check_packages(config),
@@ -269,6 +277,30 @@ def _short_drains(config: RunConfig) -> Iterator[UserCodeError]:
                 f"{drain_s:g} s is shorter than environment.{name}.rollout_timeout_s ({longest_s:g} s), so each drain "
                 "abandons rollouts that take longer; remove it, or lower the timeout",
             )
+
+
+def _check_tls(config: RunConfig) -> None:
+    """Require a certificate that has not ended, and that the run's own processes accept by the addresses they use."""
+    tls = server_tls(config)
+    if tls is None:
+        return
+    if tls.ends <= time.time():
+        raise ConfigError("run.tls_cert", tls.end())
+    trusted = client_tls(config) or ssl.create_default_context()
+    for section, host in config.http_servers.items():
+        name = urlsplit(http_url(host, 1)).hostname or host
+        if problem := problem_of_name(tls.context, trusted, name):
+            raise ConfigError(
+                "run.tls_cert",
+                f"processes of this host reach [{section}] as {name}, and do not accept the certificate ({problem}); "
+                "name this host in it, bind a host that it names, or set run.tls_ca to its authority",
+            )
+
+
+def _advise_tls(config: RunConfig) -> Iterator[UserCodeError]:
+    """Tell of tokens without encryption."""
+    if servers := config.unencrypted:
+        yield UserCodeError("run.tls_cert", format.unencrypted(servers))
 
 
 def _check_secrets(name: str, environment: EnvironmentConfig) -> None:

@@ -9,7 +9,6 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from rolloutmq.schemas.config.base import NameText, Section
-from rolloutmq.schemas.network.address import problem_of_host
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
 
 
@@ -59,10 +58,11 @@ class TeacherConfig(Section):
     """Address of a vLLM with the model of `path`, such as `http://10.0.0.7:8000`. vLLM computes the
     log-probabilities; this run reads only `config.json` and the tokenizer of `path`."""
     host: str = "127.0.0.1"
-    """Address to bind. Another one than loopback needs `insecure`."""
+    """Address to bind. Another one than loopback needs tokens, by `run.http_token_file` or `broker.keys`, or
+    `insecure`."""
     insecure: bool = False
-    """Allow a `host` within reach of other machines. HTTP here is not encrypted, and everybody who reaches
-    the address queries the teacher."""
+    """Allow a `host` within reach of other machines without a token: everybody who reaches the address queries the
+    teacher."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to bind. 0 lets the system choose."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -100,10 +100,4 @@ class TeacherConfig(Section):
             raise ValueError(
                 "vllm_url needs teacher.path: set it to the directory of the model, for its tokenizer"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _on_loopback(self) -> Self:
-        if problem := problem_of_host("teacher", self.host, insecure=self.insecure):
-            raise ValueError(problem)
         return self

@@ -1,11 +1,10 @@
 """`[gateway]`: the HTTP interface for Atropos environments and trainers."""
 
-from typing import Annotated, Final, Self
+from typing import Annotated, Final
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from rolloutmq.schemas.config.base import Section
-from rolloutmq.schemas.network.address import problem_of_host
 
 MIB: Final = 1 << 20
 
@@ -18,10 +17,11 @@ class GatewayConfig(Section):
     listen: bool = True
     """Listen on `host` and `port`. Off: your own ASGI server serves the gateway."""
     host: str = "127.0.0.1"
-    """Address to bind. Another one than loopback needs `insecure`."""
+    """Address to bind. Another one than loopback needs tokens, by `run.http_token_file` or `broker.keys`, or
+    `insecure`."""
     insecure: bool = False
-    """Allow a `host` within reach of other machines. HTTP here is not encrypted, and without `run.http_token_file`
-    everybody who reaches the address controls the run."""
+    """Allow a `host` within reach of other machines without a token: everybody who reaches the address controls the
+    run."""
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     """Port to bind, by default that of Atropos. 0 lets the system choose; `gateway.json` then has the port."""
     cors_origins: tuple[str, ...] = ()
@@ -49,9 +49,3 @@ class GatewayConfig(Section):
     """Longest wait of a group for room, and of a status request for a broker that has not replied yet; then the gateway
     answers 503. Atropos clients time out after 300 s; after a 503 they retry twice. Then they drop a group, and end for
     want of a status."""
-
-    @model_validator(mode="after")
-    def _on_loopback(self) -> Self:
-        if problem := problem_of_host("gateway", self.host, insecure=self.insecure):
-            raise ValueError(problem)
-        return self

@@ -12,7 +12,6 @@ from pydantic import (
 )
 
 from rolloutmq.schemas.config.base import MIB, PROCESSES_LIMIT, Section
-from rolloutmq.schemas.network.address import problem_of_host
 
 _ONE_READ: Final = (
     "scheduler and worker must be one process that takes one step under one read lock; for weights that are sent see "
@@ -153,10 +152,11 @@ class InferenceConfig(Section):
     url: str = ""
     """Base address of an external OpenAI-compatible server, such as `http://127.0.0.1:8000/v1`."""
     host: str = "127.0.0.1"
-    """Address to bind. Another one than loopback needs `insecure`."""
+    """Address to bind. Another one than loopback needs tokens, by `run.http_token_file` or `broker.keys`, or
+    `insecure`."""
     insecure: bool = False
-    """Allow a `host` within reach of other machines. HTTP here is not encrypted, and everybody who reaches
-    the address samples from the policy."""
+    """Allow a `host` within reach of other machines without a token: everybody who reaches the address samples from
+    the policy."""
     advertise: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]*$", max_length=253)] = ""
     """Name or address by which other hosts reach the engines. Empty: `host`, and if that is a wildcard the host by
     which a client reaches the broker."""
@@ -192,10 +192,4 @@ class InferenceConfig(Section):
         if self.kind != "tiny" and self.max_engines > 1:
             why = "a run has one vLLM" if self.kind == "vllm" else "the run cannot start such a server"
             raise ValueError(f"max_engines must be 1 with kind `{self.kind}` (got {self.max_engines}): {why}")
-        return self
-
-    @model_validator(mode="after")
-    def _on_loopback(self) -> Self:
-        if problem := problem_of_host("inference", self.host, insecure=self.insecure):
-            raise ValueError(problem)
         return self

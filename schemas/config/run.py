@@ -22,7 +22,7 @@ from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.orchestrator import HardwareConfig, OrchestratorConfig
 from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig, WeightsConfig
-from rolloutmq.schemas.network.address import problem_of_host, problem_of_weights
+from rolloutmq.schemas.network.address import is_loopback, problem_of_host, problem_of_weights
 from rolloutmq.schemas.wire.distillation import TeacherLogprobs
 
 PROGRAM_NAME_CHARS: Final = 48
@@ -45,8 +45,17 @@ class RunSection(Section):
     http_token_file: Path | None = None
     """File with the token of the run's HTTP servers (gateway, engines, teacher, `/metrics`), relative to the
     configuration file. It must be yours, and closed to other users (mode 0600). Each request must then have the token,
-    as `Authorization: Bearer TOKEN` or in the path, `http://HOST:PORT/t/TOKEN`. The workers of the run send it. Without
-    a file everybody who reaches a server may use it."""
+    as `Authorization: Bearer TOKEN` or in the path, `http://HOST:PORT/t/TOKEN`. The workers of the run send it. With
+    `broker.keys` the run makes such a file by itself, and each key has a token for the paths of its role, too. With
+    neither, everybody who reaches a server may use it."""
+    tls_cert: Path | None = None
+    """Certificates (PEM), the servers' own first, for TLS of all HTTP servers of the run and of its page, relative to
+    the configuration file. It must name the hosts by which clients reach them, `127.0.0.1` among them for the run's own
+    processes. A renewed one is read without a restart. None: plain HTTP."""
+    tls_key: Path | None = None
+    """Private key (PEM, mode 0600) of `tls_cert`."""
+    tls_ca: Path | None = None
+    """Certificates (PEM) that the run's own clients trust, instead of those of their system."""
     http_hosts: tuple[str, ...] = ()
     """Names with a dot by which clients reach the run's HTTP servers, `*` for all. IP addresses, names without a dot
     and this machine's name need no entry. Other `Host` headers are refused: a page could point its own name here."""
@@ -56,6 +65,17 @@ class RunSection(Section):
     """Rotated logs kept for each process: with 16 MiB each, at most 64 MiB with the current one."""
     log_workers: PositiveInt = 200
     """Logs kept of ended workers, for each environment. The oldest are deleted first."""
+
+    @model_validator(mode="after")
+    def _certificate_and_key(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key must be set together; set both, or none")
+        return self
+
+    @property
+    def scheme(self) -> str:
+        """Scheme of the HTTP servers' URLs."""
+        return "http" if self.tls_cert is None else "https"
 
 
 class ModelConfig(Section):
@@ -117,10 +137,11 @@ class TelemetryConfig(Section):
     """Port of `/metrics` for Prometheus, with all metrics of the run. 0: none, since two runs on a machine would need
     two ports."""
     metrics_host: str = "127.0.0.1"
-    """Address of `/metrics`. Another one than loopback needs `insecure`."""
+    """Address of `/metrics`. Another one than loopback needs tokens, by `run.http_token_file` or `broker.keys`, or
+    `insecure`."""
     insecure: bool = False
-    """Allow a `metrics_host` within reach of other machines. HTTP here is not encrypted, and without
-    `run.http_token_file` everybody who reaches the address reads the metrics."""
+    """Allow a `metrics_host` within reach of other machines without a token: everybody who reaches the address reads
+    the metrics."""
     sinks: tuple[Literal["wandb", "tensorboard", "mlflow"], ...] = ()
     """Experiment trackers that get the figures of the run: one run of theirs for each run. Each needs the extra of its
     name."""
@@ -133,12 +154,6 @@ class TelemetryConfig(Section):
     """Part of the groups whose way is traced to `otlp_url`, chosen by their ids. 0: none."""
     otlp_url: str = "http://127.0.0.1:4318/v1/traces"
     """Receiver of traces by OTLP over HTTP, such as an OpenTelemetry collector."""
-
-    @model_validator(mode="after")
-    def _on_loopback(self) -> Self:
-        if problem := problem_of_host("telemetry", self.metrics_host, insecure=self.insecure):
-            raise ValueError(f"metrics_{problem}")
-        return self
 
 
 class DashboardConfig(Section):
@@ -312,6 +327,45 @@ class RunConfig(Section):
                     f"{limit} (got {ahead} here, {total} in all); set a smaller number, or raise broker.max_tasks"
                 )
         return self
+
+    @model_validator(mode="after")
+    def _guard_http(self) -> Self:
+        for section, prefix in (
+            ("gateway", ""),
+            ("inference", ""),
+            ("teacher", ""),
+            ("telemetry", "metrics_"),
+        ):
+            server = getattr(self, section)
+            host, insecure = getattr(server, f"{prefix}host"), server.insecure
+            if problem := problem_of_host(section, host, tokens=self.asks_for_tokens, insecure=insecure):
+                key, _, rest = problem.partition(" ")
+                raise ValueError(f"{section}.{prefix}{key}: {rest}")
+        return self
+
+    @property
+    def http_servers(self) -> dict[str, str]:
+        """Bound host of each HTTP server of the run, by its section."""
+        servers = {
+            "gateway": self.gateway.host if self.gateway.enabled and self.gateway.listen else None,
+            "inference": self.inference.host if self.inference.kind in {"tiny", "vllm"} else None,
+            "teacher": self.teacher.host if self.teacher.path else None,
+            "telemetry": self.telemetry.metrics_host if self.telemetry.metrics_port else None,
+        }
+        return {section: host for section, host in servers.items() if host is not None}
+
+    @property
+    def unencrypted(self) -> tuple[str, ...]:
+        """Servers, with their hosts, that ask for tokens within reach of other machines and speak plain HTTP."""
+        if not self.asks_for_tokens or self.run.tls_cert is not None:
+            return ()
+        servers = self.http_servers.items()
+        return tuple(f"{section} ({host})" for section, host in servers if not is_loopback(host))
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether the HTTP servers of the run ask for a token."""
+        return self.run.http_token_file is not None or bool(self.broker.keys)
 
     @model_validator(mode="after")
     def _guard_weights(self) -> Self:

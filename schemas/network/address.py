@@ -1,7 +1,7 @@
 """Addresses that a server of a run may bind. Pure: no name is looked up.
 
-A server on loopback is for this host alone. Any other address is within reach of other machines, so a configuration
-must say that it means it: `insecure = true` in the section of the server. The broker's listener has keys instead.
+A server on loopback is for this host alone. Any other address is within reach of other machines: the server must ask
+for a key or a token, or the configuration must say that it means it, by `insecure = true` in the section of the server.
 """
 
 import re
@@ -99,11 +99,18 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def problem_of_host(section: str, host: str, *, insecure: bool) -> str:
-    """Return the problem with the `host` of an HTTP server, or an empty text."""
-    if insecure or is_loopback(host):
+def problem_of_host(section: str, host: str, *, tokens: bool, insecure: bool) -> str:
+    """Return the problem with the `host` of an HTTP server, or an empty text.
+
+    Args:
+        section: Section of the server.
+        host: The host.
+        tokens: The server asks for a token.
+        insecure: The configuration allows one that does not.
+    """
+    if tokens or insecure or is_loopback(host):
         return ""
     return (
-        f"host is within reach of other machines, and plain HTTP is not encrypted (got {host!r}); "
-        f"use 127.0.0.1, or allow it with {section}.insecure = true"
+        f"host is within reach of other machines, and the server asks for no token (got {host!r}); set "
+        f"run.http_token_file or broker.keys, use 127.0.0.1, or allow it with {section}.insecure = true"
     )

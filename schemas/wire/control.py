@@ -376,6 +376,8 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     """Further environments that the broker can take now."""
     insecure: str = ""
     """Address by which whoever reaches it may use the run, as `broker.insecure` allows; empty for none."""
+    unencrypted: tuple[str, ...] = ()
+    """HTTP servers within reach of other machines that get tokens without encryption, with their hosts."""
 
     @property
     def waits_s(self) -> dict[str, float]:

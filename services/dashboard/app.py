@@ -3,13 +3,14 @@
 | path | reply |
 |---|---|
 | `GET /`, `GET /static/...` | the page; it tells nothing of the run, so it needs no session |
-| `POST /api/session` | the cookie for the token of the link |
+| `POST /api/session` | the cookie for the token of the link, or of a key |
 | `GET /api/state`, `/api/history`, `/api/events` | the run, and what changes |
 | `GET /api/latencies`, `/api/workers`, `/api/dead`, `/api/dead/ID` | lists, as far as they are shown |
 | `POST /api/actions/NAME` | the end of the command of that name |
 
 Every reply has the headers of `SECURITY`. A request must name this server, no foreign page may send it, and all below
-`/api/` need the session. A `POST` must also name its origin: browsers do.
+`/api/` need the session, or the token of a key of role `monitor`; actions need one of role `admin`. A `POST` must also
+name its origin: browsers do.
 """
 
 import asyncio
@@ -35,7 +36,8 @@ from rolloutmq.services.dashboard.record.latency_parts import PARTS
 from rolloutmq.services.dashboard.run_files import REMOVED
 from rolloutmq.services.dashboard.stream import encoded_json
 from rolloutmq.services.dashboard.watch import STREAMS_LIMIT, Watch
-from rolloutmq.services.http_server.access import HttpAccess
+from rolloutmq.services.http_server.access import HttpAccess, Refused, bearer
+from rolloutmq.services.http_server.tokens import Holder
 from rolloutmq.services.monitor.profile.latencies import By
 
 logger = logging.getLogger(__name__)
@@ -187,14 +189,24 @@ class DashboardApp:
         def header(name: str) -> str:
             return "" if is_link and name == "sec-fetch-site" else request.headers.get(name, "")
 
-        denied = self._access.refusal(header, "")
-        if denied is not None:
-            raise _RefusalError(denied.status, "refused", denied.reason)
+        _require(self._access.foreign(header))
         if request.method == "POST" and not request.headers.get("Origin"):
             raise _RefusalError(403, "refused", "origin: missing; send the origin of this server")
         is_open = not request.path.startswith(API) or request.path == "/api/session"
-        if not is_open and not self._sessions.knows(request.cookies.get(self._cookie, "")):
-            raise _RefusalError(401, "session", "no session; open the link that the command printed")
+        if not is_open and not self._has_link(request):
+            holder = self._holder(request)
+            if holder is None:
+                raise _RefusalError(401, "session", "no session; open the link that the command printed")
+            _require(self._access.denied(holder, request.method, request.path))
+
+    def _has_link(self, request: web.Request) -> bool:
+        return self._sessions.holder(request.cookies.get(self._cookie, "")) == ""
+
+    def _holder(self, request: web.Request) -> Holder | None:
+        """Return the holder of the key that a request shows, by its cookie or its token; None if it shows none."""
+        if token := bearer(request.headers.get("Authorization", "")):
+            return self._access.tokens.holder(token)
+        return self._access.tokens.named(self._sessions.holder(request.cookies.get(self._cookie, "")) or "")
 
     async def _index(self, request: web.Request) -> Reply:
         return await self._file(request, INDEX)
@@ -220,16 +232,27 @@ class DashboardApp:
             token = msgspec.json.decode(body, type=dict[str, str]).get("token", "")
         except (msgspec.MsgspecError, UnicodeDecodeError):
             raise _RefusalError(400, "bad_request", 'the body must be {"token": "..."}') from None
-        if self._sessions.knows(request.cookies.get(self._cookie, "")):
+        holder = self._access.tokens.holder(token)
+        if holder is not None:
+            _require(self._access.denied(holder, "GET", API))
+        elif self._sessions.holder(request.cookies.get(self._cookie, "")) is not None:
             return web.Response(status=204)
-        cookie = self._sessions.exchange(token)
+        cookie = self._sessions.exchange(token) if holder is None else self._sessions.cookie(holder.name)
         if cookie is None:
             reason = (
                 "the link was used before, or is another server's; run `rolloutmq dashboard` for a new one"
             )
             raise _RefusalError(401, "token", reason)
         response = web.Response(status=204)
-        response.set_cookie(self._cookie, cookie, httponly=True, samesite="Strict", path="/", max_age=LIFE_S)
+        response.set_cookie(
+            self._cookie,
+            cookie,
+            httponly=True,
+            secure=request.secure,
+            samesite="Strict",
+            path="/",
+            max_age=LIFE_S,
+        )
         return response
 
     async def _state(self, _request: web.Request) -> Reply:
@@ -344,6 +367,11 @@ class DashboardApp:
             ) from None
         logger.info("action name=%s code=%d", name, outcome.code)
         return _json(encoded_json({"ok": outcome.code == 0, "code": outcome.code, "text": outcome.lines}))
+
+
+def _require(denied: Refused | None) -> None:
+    if denied is not None:
+        raise _RefusalError(denied.status, "refused", denied.reason)
 
 
 async def _secure(_request: web.Request, response: Reply) -> None:

@@ -47,15 +47,16 @@ class PageOnDemand:
         layout: The run directory.
         marker: Run token, a marker in every process of the run.
         bound: The listening socket.
+        scheme: Scheme of the link.
     """
 
-    def __init__(self, layout: RunLayout, marker: str, bound: socket.socket) -> None:
+    def __init__(self, layout: RunLayout, marker: str, bound: socket.socket, scheme: str) -> None:
         self._layout = layout
         self._marker = marker
         self._bound = bound
         token, key = secrets.token_urlsafe(KEY_BYTES), secrets.token_bytes(KEY_BYTES)
         self._secrets = handover.create(Secrets(token, key))
-        self.link = link_of(bound, token)
+        self.link = link_of(bound, token, scheme)
 
     def close(self) -> None:
         """Forget the secrets. The socket is its owner's."""
@@ -118,7 +119,7 @@ def page_of(
     with bound:
         bound.setblocking(False)
         bound.listen(BACKLOG)
-        page = PageOnDemand(layout, marker, bound)
+        page = PageOnDemand(layout, marker, bound, config.run.scheme)
         told = json.dumps({"event": "dashboard", "url": page.link}) if as_json else f"dashboard {page.link}"
         with contextlib.closing(page):
             with contextlib.suppress(OutputFailedError), reader_may_leave():

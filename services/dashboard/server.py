@@ -15,16 +15,20 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.transport.bindings import http_url
-from rolloutmq.schemas.errors import AddressInUseError, ConfigError, UsageError
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import AddressInUseError, ConfigError, RolloutMQError, UsageError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.services.dashboard.app import ERROR_HEADERS, DashboardApp
 from rolloutmq.services.dashboard.entry.handover import opened
 from rolloutmq.services.dashboard.entry.sessions import Sessions, link
 from rolloutmq.services.dashboard.run_files import read_config
-from rolloutmq.services.http_server.access import HttpAccess, names_of
+from rolloutmq.services.http_server.access import HttpAccess, listed_keys, names_of
 from rolloutmq.services.http_server.listening import serving
+from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.sockets import bound_socket
+from rolloutmq.services.http_server.tls import ServerTls, server_tls
+from rolloutmq.services.http_server.tokens import TokenStore
 from rolloutmq.services.process.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
@@ -60,10 +64,28 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError("dashboard.port", problem) from None
 
 
-def link_of(bound: socket.socket, token: str) -> str:
+def link_of(bound: socket.socket, token: str, scheme: str = "http") -> str:
     """Return the link that opens the page of a bound socket."""
     host, port = bound.getsockname()[:2]
-    return link(http_url(host if is_loopback(host) else socket.gethostname(), port), token)
+    return link(http_url(host if is_loopback(host) else socket.gethostname(), port, scheme), token)
+
+
+def page_tls(root: Path, host: str) -> ServerTls | None:
+    """Return the certificate of the page of a run, None if it speaks plain HTTP.
+
+    On loopback a run whose certificate cannot be used any more has its page, too.
+
+    Raises:
+        ConfigError, NotPrivateError: Another address shall be bound, and the certificate cannot be used.
+    """
+    config = read_config(root)
+    try:
+        return None if isinstance(config, str) else server_tls(config)
+    except RolloutMQError as error:
+        if not is_loopback(host):
+            raise
+        logger.warning("page without TLS error=%s", error)
+        return None
 
 
 async def serve(
@@ -81,15 +103,26 @@ async def serve(
     host, port = bound.getsockname()[:2]
     config = read_config(root)
     known = () if isinstance(config, str) else config.run.http_hosts
-    access = HttpAccess(names_of(host, known), remedy="; open the page itself")
+    access = HttpAccess(
+        names_of(host, known), server=Server.PAGE, tokens=_keys(config), remedy="; open the page itself"
+    )
     page = DashboardApp(RunLayout(root), access, sessions, port)
-    async with serving(page.app(), bound, CONNECTIONS, ERROR_HEADERS):
+    async with serving(page.app(), bound, CONNECTIONS, ERROR_HEADERS, tls=page_tls(root, host)):
         if idles:
             await _until_idle(page, stop)
             if stop.reason != IDLE:
                 page.end_with_run()
         else:
             await stop.wait()
+
+
+def _keys(config: RunConfig | str) -> TokenStore:
+    """Return the tokens of the run's keys. The page shows a run in any state: a damaged list of keys is only logged."""
+    try:
+        return TokenStore(listed=None if isinstance(config, str) else listed_keys(config))
+    except RolloutMQError as error:
+        logger.warning("tokens of keys do not open the page error=%s", error)
+        return TokenStore()
 
 
 async def _until_idle(page: DashboardApp, stop: Stop) -> None:

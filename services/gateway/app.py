@@ -178,7 +178,9 @@ class GatewayApp:
     def _refused(self, request: Request) -> Answer | None:
         """Return the reply to a request whose body need not be read."""
         preflight = request.method == "OPTIONS" and bool(self._config.cors_origins)
-        denied = self._access.refusal(request.header, request.token, preflight=preflight)
+        denied = self._access.refusal(
+            request.header, request.token, request.path, method=request.method, preflight=preflight
+        )
         if denied is not None:
             answer = _refusal(denied.status, denied.reason)
             answer.headers = tuple((name.encode(), value.encode()) for name, value in denied.headers.items())

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -31,8 +31,11 @@ from rolloutmq.services.gateway.app import SWITCH_S, GatewayApp
 from rolloutmq.services.gateway.service import Gateway
 from rolloutmq.services.gateway.web.protocol import LimitedProtocol
 from rolloutmq.services.http_server.access import HttpAccess, access_of
-from rolloutmq.services.http_server.connection_bounds import ConnectionBounds, client_limit
+from rolloutmq.services.http_server.connection_bounds import Bounds, ConnectionBounds, client_limit
+from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.sockets import bound_socket
+from rolloutmq.services.http_server.tls import ServerTls, server_tls
+from rolloutmq.services.http_server.tls_listener import TlsListener
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
 
@@ -84,11 +87,50 @@ KEEP_ALIVE_S: Final = 75
 
 
 class _Server(uvicorn.Server):
-    """Server that leaves signals to its process."""
+    """Server that leaves signals to its process.
+
+    Args:
+        config: Its configuration.
+        bound: The bound socket.
+        bounds: Its open connections.
+        tls: Its certificate; None for plain HTTP.
+    """
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        bound: socket.socket,
+        bounds: ConnectionBounds,
+        tls: ServerTls | None,
+        head_s: float,
+    ) -> None:
+        super().__init__(config)
+        self._bound = bound
+        self._bounds = bounds
+        self._tls = tls
+        self._head_s = head_s
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, with TLS by a listener that bounds handshakes, too."""
+        if self._tls is None:
+            await super().startup(sockets)
+            return
+        await super().startup([])
+        listener = TlsListener(self._bound, BACKLOG, self._tls, self._bounds, self._connected, self._head_s)
+        self.servers.append(cast("asyncio.Server", listener))
+
+    def _connected(self, bounds: Bounds) -> asyncio.Protocol:
+        return LimitedProtocol(
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+            head_s=self._head_s,
+            bounds=bounds,
+        )
 
 
 async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) -> None:
@@ -101,13 +143,15 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
 
     Raises:
         AddressInUseError: Another process listens on the configured port.
-        ConfigError: The address cannot be bound, or there is no token in `run.http_token_file`.
+        ConfigError: The address cannot be bound, there is no token in `run.http_token_file`, or the certificate cannot
+            be used.
     """
     run, layout = load_run(run_dir)
     config = config or run.gateway
     held = os.environ.get(LISTEN_FD)
     bound = socket.socket(fileno=int(held)) if held else bind(config, port_before(layout))
-    latencies = recorder_of(NAME, run.telemetry)
+    latencies, tls = recorder_of(NAME, run.telemetry), server_tls(run)
+    bounds = ConnectionBounds(NAME, client_limit())
     async with (
         publishing(latencies, layout, run.telemetry.interval_s),
         Gateway.opened(layout, config, run.environment) as gateway,
@@ -117,7 +161,7 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
         server = _Server(
             uvicorn.Config(
                 application,
-                http=_connections(config),
+                http=_connections(config, bounds),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -126,11 +170,16 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
                 backlog=BACKLOG,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=GRACE_S,
-            )
+            ),
+            bound,
+            bounds,
+            tls,
+            config.silent_s,
         )
         host, port = bound.getsockname()[:2]
-        write_json(layout.gateway, GatewayAddress(url=http_url(host, port), pid=os.getpid()))
-        logger.info("listening url=%s", http_url(host, port))
+        url = http_url(host, port, run.run.scheme)
+        write_json(layout.gateway, GatewayAddress(url=url, pid=os.getpid()))
+        logger.info("listening url=%s", url)
         ending = asyncio.create_task(_end(server, gateway, stop))
         try:
             await server.serve([bound])
@@ -143,12 +192,12 @@ async def serve(run_dir: Path, stop: Stop, config: GatewayConfig | None = None) 
 def access(run: RunConfig, config: GatewayConfig) -> HttpAccess:
     """Return who may send requests to the gateway of a run."""
     remedy = "; allow the page with gateway.cors_origins"
-    return access_of(run, config.host, config.cors_origins, remedy)
+    return access_of(run, Server.GATEWAY, config.host, config.cors_origins, remedy)
 
 
-def _connections(config: GatewayConfig) -> Any:
+def _connections(config: GatewayConfig, bounds: ConnectionBounds) -> Any:
     """Return the class of a connection, as uvicorn calls it."""
-    return partial(LimitedProtocol, head_s=config.silent_s, bounds=ConnectionBounds(NAME, client_limit()))
+    return partial(LimitedProtocol, head_s=config.silent_s, bounds=bounds)
 
 
 async def _end(server: uvicorn.Server, gateway: Gateway, stop: Stop) -> None:

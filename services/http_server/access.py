@@ -9,35 +9,32 @@ No web page of anybody else's may, although a browser on this machine reaches th
 - `Origin` must be that of the server itself, or an allowed one. Browsers send it with every POST.
 - `Sec-Fetch-Site` must not be `cross-site` or `same-site`, unless the origin is allowed.
 
-With a token, each request must have it, as `Authorization: Bearer TOKEN`, or as first part of its path, `/t/TOKEN/...`,
-for programs that can be told a base URL and no header.
+If the run has tokens, each request must have one, as `Authorization: Bearer TOKEN`, or as first part of its path,
+`/t/TOKEN/...`, for programs that can be told a base URL and no header. The token of a key opens the paths of its role
+(`roles`), that of the run all.
 """
 
-import hmac
 import ipaddress
-import os
-import re
 import socket
-import stat
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import urlsplit
 
-from rolloutmq.bus.files import open_regular
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.keys.watched_file import WatchedFile
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.network.keys import Role
+from rolloutmq.services.http_server import roles
+from rolloutmq.services.http_server.roles import Server
+from rolloutmq.services.http_server.run_token import http_token
+from rolloutmq.services.http_server.tokens import OWN, Holder, Listed, TokenStore
 
 TOKEN_PATH: Final = "/t/"
 """First part of a path with a token."""
 ANY: Final = "*"
 _FOREIGN: Final = frozenset({"cross-site", "same-site"})
 _SCHEME: Final = "bearer "
-_TOKEN: Final = re.compile(r"[A-Za-z0-9._~-]{16,}")
-"""Characters that need no quoting in a path."""
-
-_OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
 
 Header = Callable[[str], str]
 """Returns a header by its lower-case name, empty if it is absent."""
@@ -63,23 +60,38 @@ class HttpAccess:
     Attributes:
         hosts: Names of the server, in lower case, besides those that are always good; `*` for all.
         origins: Origins of web pages that may send requests; `*` for all.
-        token: Secret that each request must have; empty for none.
+        server: What it is, for the paths of each role.
+        tokens: Tokens of which each request must have one, if there are any.
         remedy: What allows another origin, for the refusal.
     """
 
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
-    token: str = ""
+    server: Server = Server.ENGINE
+    tokens: TokenStore = field(default_factory=TokenStore)
     remedy: str = "; send it from a program"
 
-    def refusal(self, header: Header, given: str, *, preflight: bool = False) -> Refused | None:
+    def refusal(
+        self, header: Header, given: str, path: str, *, method: str = "GET", preflight: bool = False
+    ) -> Refused | None:
         """Return why a request is refused, None if it may be answered.
 
         Args:
             header: Its headers.
             given: Token of its path.
+            path: Its path, without the token.
+            method: Its method.
             preflight: It is a browser's question, which has no token.
         """
+        if (foreign := self.foreign(header)) is not None:
+            return foreign
+        if self.tokens.is_open or preflight:
+            return None
+        holder = self.tokens.holder(given or bearer(header("authorization")))
+        return self.denied(holder, method, path)
+
+    def foreign(self, header: Header) -> Refused | None:
+        """Return why a request is refused for where it comes from, None if it is not."""
         host, origin = header("host").lower(), header("origin")
         if not self._is_ours(host):
             known = "use an IP address, or add the name to run.http_hosts"
@@ -89,13 +101,17 @@ class HttpAccess:
             return Refused(403, f"origin: no page of this server (got {origin[:80]!r}){self.remedy}")
         if header("sec-fetch-site").lower() in _FOREIGN and not is_allowed:
             return Refused(403, f"sec-fetch-site: a foreign web page sent this request{self.remedy}")
-        if not self.token or preflight:
-            return None
-        given = given or _bearer(header("authorization"))
-        # aiohttp gives bytes that are no UTF-8 as surrogates.
-        if hmac.compare_digest(given.encode(errors="surrogatepass"), self.token.encode()):
-            return None
-        return Refused(401, "authorization: no valid token; send `Authorization: Bearer TOKEN`")
+        return None
+
+    def denied(self, holder: Holder | None, method: str, path: str) -> Refused | None:
+        """Return why the holder of a token may not send a request, None if it may."""
+        if holder is None:
+            return Refused(401, "authorization: no valid token; send `Authorization: Bearer TOKEN`")
+        if holder.is_revoked:
+            revoked = "get another one, of `rolloutmq keys new`"
+            return Refused(401, f"authorization: key {holder.name} was revoked; {revoked}")
+        why = roles.refusal(holder.name, holder.role, self.server, method[:20], path[:200])
+        return Refused(403, why) if why else None
 
     def _is_ours(self, host: str) -> bool:
         name = _host_name(host)
@@ -132,60 +148,39 @@ def authorization(token: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def http_token(run: RunConfig) -> str:
-    """Return the token of a run's servers, empty if it has none.
-
-    Raises:
-        ConfigError: The file cannot be read, is not private to this user, or has no such token.
-    """
-    if run.run.http_token_file is None:
-        return ""
-    path = run.base_dir / run.run.http_token_file
-    try:
-        with open_regular(path) as file:
-            _require_secret(path, os.fstat(file.fileno()))
-            token = file.read().decode("ascii").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("run.http_token_file", f"cannot be read: {error}") from None
-    if _TOKEN.fullmatch(token) is None:
-        raise ConfigError(
-            "run.http_token_file",
-            f"{path} must have one line, of at least 16 letters, digits, `-`, `.`, `_` or `~` "
-            f"(got {len(token)} characters); make one: (umask 077; openssl rand -hex 32 > {path})",
-        )
-    return token
-
-
-def _require_secret(path: Path, found: os.stat_result) -> None:
-    """Require that a file with a token belongs to this user, and that nobody else may open it."""
-    user = os.geteuid()
-    if found.st_uid != user:
-        raise ConfigError(
-            "run.http_token_file",
-            f"{path} must belong to this user, {user} (got user {found.st_uid}); use a file of your own",
-        )
-    if found.st_mode & _OTHERS:
-        raise ConfigError(
-            "run.http_token_file",
-            f"{path} must be closed to other users (got mode {stat.S_IMODE(found.st_mode):04o}); "
-            f"run chmod 600 {path}, and write another token if they may know this one",
-        )
-
-
-def access_of(run: RunConfig, host: str, origins: tuple[str, ...] = (), remedy: str = "") -> HttpAccess:
+def access_of(
+    run: RunConfig, server: Server, host: str, origins: tuple[str, ...] = (), remedy: str = ""
+) -> HttpAccess:
     """Return the rules of a server of a run.
 
     Args:
         run: Configuration of the run.
+        server: What it is.
         host: Address that the server binds.
         origins: Allowed origins of web pages.
         remedy: What allows another one.
 
     Raises:
-        ConfigError: There is no token in `run.http_token_file`.
+        ConfigError: There is no token in `run.http_token_file`, or the list of keys is damaged.
+        MissingError, NotPrivateError, UnusablePathError: The key directory cannot be used.
     """
     ours = names_of(host, run.run.http_hosts)
-    return HttpAccess(ours, frozenset(origins), http_token(run), remedy or HttpAccess.remedy)
+    return HttpAccess(ours, frozenset(origins), server, store_of(run), remedy or HttpAccess.remedy)
+
+
+def store_of(run: RunConfig) -> TokenStore:
+    """Return the tokens of a run's servers; raises what `access_of` raises."""
+    token = http_token(run)
+    own = {token: Holder(OWN, Role.ADMIN)} if token else {}
+    return TokenStore(own, listed_keys(run))
+
+
+def listed_keys(run: RunConfig) -> WatchedFile[tuple[Listed, ...]] | None:
+    """Return the keys of a run, None if it has none; raises what `KeyDirectory.records` raises."""
+    if not run.broker.keys:
+        return None
+    directory = KeyDirectory(run.base_dir / run.broker.keys)
+    return WatchedFile[tuple[Listed, ...]](directory.authorized, directory.records)
 
 
 def names_of(host: str, known: Iterable[str] = ()) -> frozenset[str]:
@@ -207,5 +202,6 @@ def _is_same(origin: str, host: str) -> bool:
     return where.scheme in {"http", "https"} and where.netloc == host
 
 
-def _bearer(value: str) -> str:
+def bearer(value: str) -> str:
+    """Return the token of an `Authorization` header, empty if it has none."""
     return value[len(_SCHEME) :].strip() if value[: len(_SCHEME)].lower() == _SCHEME else ""

@@ -2,19 +2,24 @@
 
 The headers of a request have `HEAD_S` from the beginning of the connection, or from the first byte after the last
 reply. `connection_bounds` has the bound. A request that is no HTTP gets its reply from aiohttp before it reaches the
-application, so the application's headers are added here.
+application, so the application's headers are added here. aiohttp repeats such a request in its reply and in the log,
+and a token may be in it: here neither has any part of it.
 """
 
 import asyncio
 import socket
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestHandler
 
-from rolloutmq.services.http_server.connection_bounds import ConnectionBounds
+from rolloutmq.services.http_server.connection_bounds import Bounds, ConnectionBounds
+from rolloutmq.services.http_server.tls import ServerTls
+from rolloutmq.services.http_server.tls_listener import TlsListener
 
 NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 HEAD_S: Final = 10.0
@@ -32,7 +37,8 @@ class BoundedSite(web.SockSite):
         backlog: Connections that the kernel keeps until they are taken.
         limit: Most connections at a time.
         headers: Headers of each reply that aiohttp makes by itself.
-        head_s: Time for the headers of a request, in seconds.
+        head_s: Time for the headers of a request, in seconds; for a handshake of TLS the same.
+        tls: Certificate of the server; None for plain HTTP.
     """
 
     def __init__(
@@ -44,12 +50,14 @@ class BoundedSite(web.SockSite):
         limit: int,
         headers: Mapping[str, str] = NO_HEADERS,
         head_s: float = HEAD_S,
+        tls: ServerTls | None = None,
     ) -> None:
         host, port = bound.getsockname()[:2]
         super().__init__(runner, bound, backlog=backlog)
         self._bounds = ConnectionBounds(f"{host}:{port}", limit)
         self._headers = headers
         self._head_s = head_s
+        self._tls = tls
 
     async def start(self) -> None:
         """Listen. OSError if the socket cannot."""
@@ -57,10 +65,21 @@ class BoundedSite(web.SockSite):
         server, loop = self._runner.server, asyncio.get_running_loop()
         assert server is not None
 
-        def connected() -> RequestHandler:
-            return _Connection(self._bounds, self._headers, self._head_s, server, loop=loop, **server._kwargs)
+        def connected(bounds: Bounds) -> RequestHandler:
+            return _Connection(bounds, self._headers, self._head_s, server, loop=loop, **server._kwargs)
 
-        self._server = await loop.create_server(connected, sock=self._sock, backlog=self._backlog)
+        if self._tls is None:
+            plain = partial(connected, self._bounds)
+            self._server = await loop.create_server(plain, sock=self._sock, backlog=self._backlog)
+            return
+        listener = TlsListener(self._sock, self._backlog, self._tls, self._bounds, connected, self._head_s)
+        self._server = cast("asyncio.Server", listener)
+
+    async def stop(self) -> None:
+        """Stop to listen; connections go on until their server ends."""
+        await super().stop()
+        if self._tls is not None and self._server is not None:
+            await self._server.wait_closed()
 
 
 class _Connection(RequestHandler):
@@ -70,7 +89,7 @@ class _Connection(RequestHandler):
 
     def __init__(
         self,
-        bounds: ConnectionBounds,
+        bounds: Bounds,
         extra: Mapping[str, str],
         head_s: float,
         server: web.Server,
@@ -120,9 +139,22 @@ class _Connection(RequestHandler):
         elif data and self._due is None and self._kept is not None:
             self._expect(self._loop.time() + self._head_s)
 
-    def handle_error(self, *given: Any, **named: Any) -> web.StreamResponse:
-        """Return aiohttp's reply to a request that it cannot serve, with the site's headers."""
-        response = super().handle_error(*given, **named)
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the reply to a request that cannot be served, with the site's headers."""
+        if isinstance(exc, HttpProcessingError):
+            status = exc.code
+            response: web.StreamResponse = web.Response(
+                status=status, text=f"no valid HTTP request ({type(exc).__name__})"
+            )
+            response.force_close()
+        else:
+            response = super().handle_error(request, status, exc, message)
         response.headers.update(self._extra)
         return response
 

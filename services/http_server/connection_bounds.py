@@ -30,6 +30,14 @@ class Connection(Protocol):
         """Close it now, whatever its peer has not read. Its descriptor is free in the next turn of the loop."""
 
 
+class Bounds(Protocol):
+    """What a connection needs of the bounds of its server, see `ConnectionBounds`."""
+
+    def add(self, connection: Connection, /) -> None: ...
+    def touch(self, connection: Connection, /) -> None: ...
+    def discard(self, connection: Connection, /) -> None: ...
+
+
 class ConnectionBounds:
     """The open connections of one server, in the order in which they were last at work.
 

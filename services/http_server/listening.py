@@ -12,6 +12,7 @@ from rolloutmq.schemas.errors import AddressInUseError
 from rolloutmq.services.http_server.bounded_site import HEAD_S, NO_HEADERS, BoundedSite
 from rolloutmq.services.http_server.connection_bounds import client_limit
 from rolloutmq.services.http_server.sockets import bound_socket
+from rolloutmq.services.http_server.tls import ServerTls
 
 KEEP_ALIVE_S: Final = 75.0
 """Longest time without a request, in seconds."""
@@ -19,12 +20,15 @@ BACKLOG: Final = 1024
 
 
 @asynccontextmanager
-async def listening(app: web.Application, host: str, port: int, before: int | None) -> AsyncIterator[int]:
+async def listening(
+    app: web.Application, host: str, port: int, before: int | None, tls: ServerTls | None = None
+) -> AsyncIterator[int]:
     """Listen for the duration of the block, and yield the port. `client_limit` bounds the connections.
 
     Args:
         port: Port, or 0 for any.
         before: Preferred port if `port` is 0.
+        tls: Certificate of the server; None for plain HTTP.
 
     Raises:
         AddressInUseError: Another process uses the port.
@@ -35,7 +39,8 @@ async def listening(app: web.Application, host: str, port: int, before: int | No
         for candidate in wanted:
             try:
                 bound = bound_socket(host, candidate)
-                await _start(BoundedSite(runner, bound, backlog=BACKLOG, limit=client_limit()), bound)
+                site = BoundedSite(runner, bound, backlog=BACKLOG, limit=client_limit(), tls=tls)
+                await _start(site, bound)
                 break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE or candidate == 0:
@@ -52,6 +57,7 @@ async def serving(
     limit: int,
     headers: Mapping[str, str] = NO_HEADERS,
     head_s: float = HEAD_S,
+    tls: ServerTls | None = None,
 ) -> AsyncIterator[int]:
     """Serve on a bound socket for the duration of the block, which closes it; yield the port.
 
@@ -61,9 +67,12 @@ async def serving(
         limit: Most connections at a time, see `BoundedSite`.
         headers: Headers of each reply that aiohttp makes by itself.
         head_s: Time for the headers of a request, in seconds.
+        tls: Certificate of the server; None for plain HTTP.
     """
     async with _set_up(app) as runner:
-        site = BoundedSite(runner, bound, backlog=BACKLOG, limit=limit, headers=headers, head_s=head_s)
+        site = BoundedSite(
+            runner, bound, backlog=BACKLOG, limit=limit, headers=headers, head_s=head_s, tls=tls
+        )
         await _start(site, bound)
         yield int(runner.addresses[0][1])
 

@@ -25,6 +25,8 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess, access_of
 from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.http_server.request_latencies import count_tokens
+from rolloutmq.services.http_server.roles import Server
+from rolloutmq.services.http_server.tls import server_tls
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
 from rolloutmq.services.inference.jobs import Job
 from rolloutmq.services.inference.openai import requests, responses, tokenize
@@ -224,22 +226,22 @@ async def serve_http(
         leaving: Order to end.
 
     Raises:
-        ConfigError: There is no token in `run.http_token_file`.
+        ConfigError: There is no token in `run.http_token_file`, or the certificate cannot be used.
         AddressInUseError: Another process uses the configured port.
     """
     config, address = run.inference, layout.engine(name)
     raise_descriptor_limit()
     latencies = recorder_of(name, run.telemetry)
     wanted = config.port if name == FIRST else 0
-    app = front.app(access_of(run, config.host), latencies)
+    app = front.app(access_of(run, Server.ENGINE, config.host), latencies)
     async with (
         publishing(latencies, layout, run.telemetry.interval_s),
-        listening(app, config.host, wanted, port_before(address)) as port,
+        listening(app, config.host, wanted, port_before(address), server_tls(run)) as port,
     ):
         await first(front.warm_up(), leaving.asked())
         if not front.ready:
             return
-        url = http_url(config.host, port)
+        url = http_url(config.host, port, run.run.scheme)
         heartbeat = EngineHeartbeat(
             address, name, url, lambda: front.busy_s, lambda: front.in_hand, lambda: front.trouble()
         )

@@ -52,7 +52,9 @@ def application(
 
     async def answered(request: web.Request, token: str, path: str) -> web.Response:
         try:
-            denied = access.refusal(lambda name: request.headers.get(name, ""), token)
+            denied = access.refusal(
+                lambda name: request.headers.get(name, ""), token, path, method=request.method
+            )
             if denied is not None:
                 return _denial(denied)
             method, handler = routes.get(path, ("", partial(_nothing, path)))

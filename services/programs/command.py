@@ -17,7 +17,8 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import GatewayAddress, RunLayout
 from rolloutmq.schemas.process import ProcessSpec, Restart, Role
-from rolloutmq.services.http_server.access import http_token, with_token
+from rolloutmq.services.http_server.access import with_token
+from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.process.identity import runs
 
 WORKER_PATH: Final = "/w/"
@@ -62,6 +63,7 @@ class ProgramCommands:
             "ROLLOUTMQ_ENVIRONMENT": env,
             "ROLLOUTMQ_GATEWAY_URL": values["gateway_url"],
             "ROLLOUTMQ_RUN_DIR": values["run_dir"],
+            **self._trust(),
         }
         return ProcessSpec(
             name=worker,
@@ -75,6 +77,10 @@ class ProgramCommands:
             foreign=True,
             kind=env,
         )
+
+    def _trust(self) -> Mapping[str, str]:
+        ca = self._config.run.tls_ca
+        return {} if ca is None else {"ROLLOUTMQ_TLS_CA": str((self._config.base_dir / ca).resolve())}
 
     def _values(self, worker: str, env: str, number: int) -> Mapping[str, str]:
         section = self._config.environment[env]
@@ -94,15 +100,17 @@ class ProgramCommands:
     def _gateway(self) -> str:
         gateway = self._config.gateway
         if gateway.port:
-            return http_url(gateway.host, gateway.port)
+            return http_url(gateway.host, gateway.port, self._config.run.scheme)
         address = read_json(self._layout.gateway, GatewayAddress)
-        return address.url if address is not None else http_url(gateway.host, gateway.port)
+        return address.url if address is not None else http_url(gateway.host, 0, self._config.run.scheme)
 
     def _inference(self) -> str:
         inference = self._config.inference
         if inference.kind == "external":
             return inference.url
-        return f"{with_token(http_url(inference.host, inference.port), self._token)}/v1"
+        return (
+            f"{with_token(http_url(inference.host, inference.port, self._config.run.scheme), self._token)}/v1"
+        )
 
 
 def _value(text: str, values: Mapping[str, str]) -> str:

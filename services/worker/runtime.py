@@ -41,7 +41,8 @@ from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
-from rolloutmq.services.http_server.access import http_token
+from rolloutmq.services.http_server.run_token import http_token
+from rolloutmq.services.http_server.tls import client_tls
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.joining import joined
@@ -342,12 +343,14 @@ class Worker:
                 )
             await asyncio.sleep(FILE_POLL_S)
         rng = random.Random(f"{self.config.run.seed}/{self.name}/engines")
+        is_external = self.config.inference.kind == "external"
         return await stack.enter_async_context(
             OpenAIPolicy.opened(
                 Engines(self._addresses, rng),
                 known=lambda: self._producer.policy if self._producer else PolicyVersion(),
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
-                token="" if self.config.inference.kind == "external" else http_token(self.config),
+                token="" if is_external else http_token(self.config),
+                tls=None if is_external else client_tls(self.config),
                 latencies=CallLatencies(self._latencies, self.env),
                 # A server of another host names a directory there.
                 root=str(self.layout.model) if self.layout.connection.exists() else "",

@@ -61,7 +61,9 @@ from rolloutmq.schemas.wire.distillation import (
     TeachRequest,
 )
 from rolloutmq.schemas.wire.envelope import Dtype
-from rolloutmq.services.http_server.access import authorization, http_token
+from rolloutmq.services.http_server.access import authorization
+from rolloutmq.services.http_server.run_token import http_token
+from rolloutmq.services.http_server.tls import client_tls
 from rolloutmq.services.worker.openai import wire
 
 logger = logging.getLogger(__name__)
@@ -123,7 +125,7 @@ class TeacherClient:
     async def opened(cls, run: RunConfig, layout: RunLayout) -> AsyncIterator["TeacherClient"]:
         """Open a client for the duration of the block."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=SILENT_S)
-        connector = aiohttp.TCPConnector(limit=0)
+        connector = aiohttp.TCPConnector(limit=0, ssl=(None if run.teacher.url else client_tls(run)) or True)
         # A teacher of another run has another token, which belongs into `teacher.url`.
         headers = authorization("" if run.teacher.url else http_token(run))
         async with aiohttp.ClientSession(

@@ -24,6 +24,7 @@ from rolloutmq.bus.transport.keys.handshakes import FIRST_S, LONGEST_S
 from rolloutmq.bus.transport.mirror.place import directory_of, host_of
 from rolloutmq.bus.transport.mirror.run_copy import Accept, RunCopy
 from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import (
     BrokerUnavailableError,
     ConfigError,
@@ -210,10 +211,7 @@ class Mirror:
         except ConfigError as error:
             self.refused = error
         else:
-            if (token := copy.take_token(self._token())) is not None:
-                run = config.run.model_copy(update={"http_token_file": token})
-                config = config.model_copy(update={"run": run})
-            copy.take_config(config)
+            copy.take_config(self._with_access(config, copy))
             self.refused = None
             self.changes += 1
         self._digest = reply.digest
@@ -223,9 +221,15 @@ class Mirror:
         """Return the keys of this host's sockets, None without a key; raises what `load_bundle` raises."""
         return load_keys(Path(self._connection.key)) if self._connection.key else None
 
-    def _token(self) -> str:
-        """Return what programs send. Servers of this host are none of the run's: they must not ask for it."""
-        return load_bundle(Path(self._connection.key)).token if self._asks and self._connection.key else ""
+    def _with_access(self, config: RunConfig, copy: RunCopy) -> RunConfig:
+        """Return the configuration with the files by which programs of this host reach the HTTP servers of the run."""
+        bundle = load_bundle(Path(self._connection.key)) if self._connection.key else None
+        update = {
+            # Servers of this host are none of the run's: they must not ask for it.
+            "http_token_file": copy.take_token(bundle.token if bundle is not None and self._asks else ""),
+            "tls_ca": copy.take_ca(bundle.ca if bundle is not None else ""),
+        }
+        return config.model_copy(update={"run": config.run.model_copy(update=update)})
 
     def _answered(self) -> None:
         if self.problem:

@@ -56,6 +56,14 @@ class RunCopy:
         write_private(self.layout.http_token, token.encode())
         return self.layout.http_token
 
+    def take_ca(self, certificates: str) -> Path | None:
+        """Keep the certificates of the run's own authority; return their file, None without any."""
+        if not certificates:
+            self.layout.tls_ca.unlink(missing_ok=True)
+            return None
+        write_private(self.layout.tls_ca, certificates.encode())
+        return self.layout.tls_ca
+
     def take_endpoints(self, endpoints: Endpoints) -> None:
         """Replace the addresses of the broker."""
         write_json(self.layout.endpoints, endpoints)

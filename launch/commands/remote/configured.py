@@ -110,9 +110,18 @@ def _served(config: RunConfig, layout: RunLayout) -> InferenceConfig:
     return config.inference.model_copy(update=kept)
 
 
+def _certificate(layout: RunLayout) -> dict[str, Path | None]:
+    """Return the certificate that an engine beside has chosen in this directory."""
+    try:
+        found = read_run(layout.root)[0].run
+    except RolloutMQError:
+        return {}
+    return {"tls_cert": found.tls_cert, "tls_key": found.tls_key}
+
+
 def _placed(config: RunConfig, layout: RunLayout, base_dir: Path, model: Path | None) -> RunConfig:
     """Return the configuration with the paths of this host."""
-    run = config.run.model_copy(update={"dir": layout.root, "http_token_file": None})
+    run = config.run.model_copy(update={"dir": layout.root, "http_token_file": None, **_certificate(layout)})
     found = config.model
     if found.path:
         found = found.model_copy(update={"path": str(model or layout.model), "tokenizer": "", "revision": ""})

@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
 from rolloutmq.bus.transport.mirror.run_copy import Accept
@@ -22,22 +23,26 @@ from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import InferenceAddress, RunLayout
 from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.schemas.wire.joining import EngineBeat, EngineState
+from rolloutmq.services.http_server.tls import load_certificate
 
 _PORT: Final = re.compile(r":([0-9]+)/?$")
 
 
 @dataclass(frozen=True)
 class Served:
-    """Where an engine listens, and by which host others reach it; empty: by the one that reaches the run.
+    """Where an engine listens, by which host others reach it (empty: by the one that reaches the run), and its
+    certificate.
 
     Raises:
-        ConfigError: Others reach it, and that is not allowed.
+        ConfigError: Others reach it, and that is not allowed; or it has a certificate without a key.
     """
 
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str = ""
     insecure: bool = False
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.insecure and not is_loopback(self.host):
@@ -47,15 +52,29 @@ class Served:
                 "allow it with --insecure",
             )
 
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("--tls-cert", "belongs to --tls-key: give both, or none")
+
+    def check(self) -> None:
+        """Read the certificate; raises what `load_certificate` raises."""
+        if self.tls_cert is not None and self.tls_key is not None:
+            load_certificate(self.tls_cert, self.tls_key)
+
     def accepting(self, accept: Accept) -> Accept:
         """Return how a configuration is accepted with this address."""
 
         def accepted(data: bytes, layout: RunLayout) -> RunConfig:
             config = accept(data, layout)
             update = {"host": self.host, "port": self.port, "insecure": self.insecure}
-            return config.model_copy(update={"inference": config.inference.model_copy(update=update)})
+            section = config.inference.model_copy(update=update)
+            run = config.run.model_copy(update=self._certificate())
+            return config.model_copy(update={"inference": section, "run": run})
 
         return accepted
+
+    def _certificate(self) -> dict[str, Path | None]:
+        files = {"tls_cert": self.tls_cert, "tls_key": self.tls_key}
+        return {name: None if path is None else path.absolute() for name, path in files.items()}
 
     def url(self, own: str, address: str) -> str:
         """Return the URL for others.
@@ -66,13 +85,8 @@ class Served:
         """
         port = _PORT.search(own)
         host = self.advertise or (own_host(host_of(address)) if self.host in {"0.0.0.0", "::"} else self.host)
-        return (
-            f"http://[{host}]:{port[1]}"
-            if port and ":" in host
-            else f"http://{host}:{port[1]}"
-            if port
-            else own
-        )
+        scheme = own.partition("://")[0]
+        return http_url(host, int(port[1]), scheme) if port else own
 
 
 class EngineBeats:

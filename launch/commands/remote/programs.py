@@ -94,6 +94,7 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
     """
     name = f"{FIRST}.{way.base}"
     _require_names([name])
+    served.check()
     beats = EngineBeats(name, served)
     programs = ((name, Role.INFERENCE, ("inference", "--engine", name)),)
     accept = served.accepting(training(model))

@@ -4,8 +4,7 @@ libzmq asks during the handshake of each connection (ZAP, RFC 27), on a socket t
 the key becomes the `User-Id` of the connection's messages. An error in an answer refuses that one connection and no
 other. Without an answer nobody enters: libzmq gives the connection up after `HANDSHAKE_MS`, and the client tries again.
 
-The list of keys is read again when its file has changed. While it cannot be read, the keys of before stay: a damaged
-file neither opens the door nor locks out the fleet.
+The list of keys is read again when its file has changed, as `bus.transport.keys.watched_file` says.
 """
 
 import logging
@@ -15,16 +14,13 @@ from typing import Final
 import zmq
 from zmq.utils import z85
 
-from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.keys.watched_file import WatchedFile
 from rolloutmq.bus.transport.sockets import Socket
-from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.network.keys import Role
 
 logger = logging.getLogger(__name__)
 
-LOOK_S: Final = 0.25
-"""Time between two looks at the list of keys: a revocation counts after it."""
 BURST: Final = 64
 """Most questions answered in a round: libzmq's thread makes fewer than that in 0.3 s."""
 
@@ -47,33 +43,24 @@ class KnownKeys:
     """
 
     def __init__(self, directory: KeyDirectory) -> None:
-        self.due = 0.0
-        """When to look again, in monotonic seconds."""
         self.roles: dict[str, Role] = {}
         """Role of each name that may enter."""
-        self._directory = directory
         self._names: dict[bytes, str] = {}
         self._revoked: dict[bytes, str] = {}
-        self._throttle = LogThrottle()
-        self._seen = self._mark()
+        self._list = WatchedFile(directory.authorized, directory.records)
         self._take()
+
+    @property
+    def due(self) -> float:
+        """When to look again, in monotonic seconds."""
+        return self._list.due
 
     def look(self, now: float) -> frozenset[str]:
         """Read the list again if that is due and its file has changed; return names that may not enter any more."""
-        if now < self.due:
-            return frozenset()
-        self.due = now + LOOK_S
-        mark = self._mark()
-        if mark == self._seen:
+        if not self._list.look(now):
             return frozenset()
         before = self.roles
-        try:
-            self._take()
-        except RolloutMQError as error:
-            if self._throttle.is_due(str(error), now):
-                logger.error("keys not read, those of before stay error=%s", error)
-            return frozenset()
-        self._seen = mark
+        self._take()
         logger.info("keys read keys=%d revoked=%d", len(self.roles), len(self._revoked))
         return frozenset(name for name, role in before.items() if self.roles.get(name) is not role)
 
@@ -89,7 +76,7 @@ class KnownKeys:
         names: dict[bytes, str] = {}
         revoked: dict[bytes, str] = {}
         roles: dict[str, Role] = {}
-        for key in self._directory.records():
+        for key in self._list.value:
             public = z85.decode(key.public)
             if key.revoked is None:
                 names[public] = key.name
@@ -97,14 +84,6 @@ class KnownKeys:
             else:
                 revoked[public] = key.name
         self._names, self._revoked, self.roles = names, revoked, roles
-
-    def _mark(self) -> tuple[int, int, int] | None:
-        """Return what changes with each change of the list; None if it cannot be told."""
-        try:
-            found = self._directory.authorized.stat()
-        except OSError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 class Gatekeeper:

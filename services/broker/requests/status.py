@@ -100,6 +100,7 @@ class StatusReporter:
             completion_tokens=dict(state.workers.completion_tokens),
             free_environments=self._vacancies.free(),
             insecure=places.listen[0] if places is not None and places.insecure else "",
+            unencrypted=state.config.unencrypted,
         )
 
     def report(self, now: float, wall: float) -> StatusReply:

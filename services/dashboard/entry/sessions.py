@@ -4,6 +4,9 @@ The token stands in the fragment of the printed link: no server, log, `Referer` 
 page sends it once, and it is void from then on. The cookie is signed with a key of the server, so nothing is stored for
 a session. Reading needs it as well as acting: a page shows prompts, completions and paths, and on a machine of several
 users everybody reaches the port.
+
+The token of a key of role `monitor` or `admin` is exchanged for a cookie, too, as often as its holder likes. The cookie
+names the key, so that its revocation ends the session.
 """
 
 import hmac
@@ -44,22 +47,28 @@ class Sessions:
         self._on_used = on_used
 
     def exchange(self, token: str) -> str | None:
-        """Return a cookie for the token; None if it is another one, or was exchanged before."""
+        """Return a cookie for the token of the link; None if it is another one, or was exchanged before."""
         is_right = hmac.compare_digest(token.encode(errors="replace"), self.token.encode())
         if self._is_used or not is_right:
             return None
         self._is_used = True
         self._on_used()
-        content = f"{int(self._wall())}.{secrets.token_urlsafe(12)}"
+        return self.cookie()
+
+    def cookie(self, name: str = "") -> str:
+        """Return a cookie for the holder of a key; without a name, for that of the link."""
+        content = f"{int(self._wall())}.{secrets.token_urlsafe(12)}.{name}"
         return f"{content}.{self._signature(content)}"
 
-    def knows(self, cookie: str) -> bool:
-        """Return whether a cookie is one of this server's, and not too old."""
+    def holder(self, cookie: str) -> str | None:
+        """Return whose a cookie is: the name of a key, or an empty text for the link; None if it is not of this
+        server, or too old."""
         content, _, signature = cookie.rpartition(".")
         expected = self._signature(content)
         if not hmac.compare_digest(signature.encode(errors="replace"), expected.encode()):
-            return False
-        return 0 <= self._wall() - int(content.partition(".")[0]) < LIFE_S
+            return None
+        began, _, name = content.split(".", 2)
+        return name if 0 <= self._wall() - int(began) < LIFE_S else None
 
     def _signature(self, content: str) -> str:
         return hmac.digest(self._key, content.encode(errors="replace"), "sha256").hex()

@@ -22,7 +22,7 @@ from typing import Any, Final
 from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
-from rolloutmq.services.http_server.connection_bounds import ConnectionBounds
+from rolloutmq.services.http_server.connection_bounds import Bounds
 
 HEAD_BYTES: Final = 64 << 10
 HEAD_S: Final = 10.0
@@ -45,7 +45,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self,
         *arguments: Any,
         head_s: float = HEAD_S,
-        bounds: ConnectionBounds | None = None,
+        bounds: Bounds | None = None,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)

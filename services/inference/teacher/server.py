@@ -38,6 +38,8 @@ from rolloutmq.schemas.wire.distillation import TEACH_PATH, TeachReply, TeachReq
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.http_server.access import HttpAccess, access_of
 from rolloutmq.services.http_server.listening import listening
+from rolloutmq.services.http_server.roles import Server
+from rolloutmq.services.http_server.tls import server_tls
 from rolloutmq.services.inference.app import first
 from rolloutmq.services.inference.batcher import Batcher
 from rolloutmq.services.inference.heartbeat import EngineHeartbeat
@@ -187,11 +189,12 @@ async def _serve(server: TeacherServer, run: RunConfig, layout: RunLayout, stop:
     config = run.teacher
     raise_descriptor_limit()
     latencies = recorder_of(Role.TEACHER.value, run.telemetry)
-    app = server.app(access_of(run, config.host), latencies)
+    app = server.app(access_of(run, Server.TEACHER, config.host), latencies)
     async with publishing(latencies, layout, run.telemetry.interval_s), asyncio.TaskGroup() as tasks:
         work = tasks.create_task(server.source.run())
-        async with listening(app, config.host, config.port, port_before(layout.teacher)) as port:
-            url = http_url(config.host, port)
+        tls = server_tls(run)
+        async with listening(app, config.host, config.port, port_before(layout.teacher), tls) as port:
+            url = http_url(config.host, port, run.run.scheme)
             heartbeat = EngineHeartbeat(
                 layout.teacher,
                 Role.TEACHER.value,

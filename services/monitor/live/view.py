@@ -103,6 +103,8 @@ def figure_rows(board: RunState, now: float, width: int) -> tuple[list[Text], li
     else:
         if pressure.insecure:
             above.append(_row("insecure", text(format.insecure(pressure.insecure), "bold red")))
+        if pressure.unencrypted:
+            above.append(_row("insecure", text(format.unencrypted(pressure.unencrypted), "bold red")))
         above += [
             queue_line(board, pressure),
             flow_line(board, pressure),

@@ -240,6 +240,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     rows = [
         ("run", f"{reply.run}, {_up(reply, also.ran_s)}, durability {reply.durability}"),
         *([("insecure", format.insecure(pressure.insecure))] if pressure.insecure else []),
+        *([("insecure", format.unencrypted(pressure.unencrypted))] if pressure.unencrypted else []),
         ("step", f"{pressure.step}{total}"),
         *(("figures", text) for text in _figures(also.lately)),
         (

@@ -107,3 +107,9 @@ def accounts(ledger: LedgerCounts, *, short: bool = False) -> str:
 def insecure(address: str) -> str:
     """Return what an address without keys means, and what to do."""
     return f"whoever reaches {address} may use the run, unencrypted; set broker.keys (`rolloutmq keys init`)"
+
+
+def unencrypted(servers: Sequence[str]) -> str:
+    """Return what HTTP servers without TLS mean, and what to do."""
+    where = ", ".join(servers)
+    return f"tokens travel unencrypted to {where}; set run.tls_cert and run.tls_key (`rolloutmq keys tls`)"

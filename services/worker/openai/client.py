@@ -13,6 +13,7 @@ the members of a group ask for the same ones.
 import asyncio
 import logging
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -72,8 +73,10 @@ class OpenAIPolicy:
         token: str,
         latencies: CallLatencies,
         root: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._root = root
+        self._tls = tls
         self._latencies = latencies
         self._session = session
         self._engines = engines
@@ -101,6 +104,7 @@ class OpenAIPolicy:
         token: str = "",
         latencies: CallLatencies | None = None,
         root: str = "",
+        tls: ssl.SSLContext | None = None,
     ) -> AsyncIterator["OpenAIPolicy"]:
         """Open a client for the duration of the block.
 
@@ -111,8 +115,9 @@ class OpenAIPolicy:
             token: Token of the servers, empty if they need none.
             latencies: Measures the calls.
             root: Directory of the model's tokenizer on this host, in place of what the server names.
+            tls: What to trust; None for the authorities of the system.
         """
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=tls or True)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(
             connector=connector,
@@ -120,7 +125,7 @@ class OpenAIPolicy:
             headers=_HEADERS | authorization(token),
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            yield cls(session, engines, known, patience_s, token, latencies or CallLatencies(), root)
+            yield cls(session, engines, known, patience_s, token, latencies or CallLatencies(), root, tls)
 
     async def complete(
         self,
@@ -238,7 +243,8 @@ class OpenAIPolicy:
         engine.in_hand += 1
         try:
             base_url = with_token(engine.url, self._token) + wire.BASE
-            yield Endpoint(base_url, engine.model, self._known(), self._known, root=self._root or engine.root)
+            root = self._root or engine.root
+            yield Endpoint(base_url, engine.model, self._known(), self._known, root=root, tls=self._tls)
         finally:
             engine.in_hand -= 1
 

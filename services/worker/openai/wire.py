@@ -14,7 +14,7 @@ was opened.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -22,6 +22,9 @@ from rolloutmq.schemas.errors import PolicyRefusedError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.worker.completion import ChatMessage, Completion, TokenIds
 from rolloutmq.services.worker.openai import wire
+
+if TYPE_CHECKING:  # an environment needs no socket
+    import ssl
 
 BASE: Final = "/v1"
 
@@ -363,6 +366,8 @@ class Endpoint:
         root: Directory or hub name of the model, for a client with a tokenizer of its own; empty if the server does
             not say.
         heard: Called with the completions of each response.
+        tls: What a client of yours must trust if the run has an authority of its own, such as
+            `httpx.AsyncClient(verify=endpoint.tls)`; None for the authorities of the system.
     """
 
     base_url: str
@@ -372,6 +377,7 @@ class Endpoint:
     greedy: bool = False
     root: str = ""
     heard: Callable[[list[Completion]], None] = _ignored
+    tls: "ssl.SSLContext | None" = None
 
     @property
     def request(self) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ An empty answer is an answer: a policy that ends at once has to learn that from 
 """
 
 import secrets
+import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
@@ -25,13 +26,13 @@ from rolloutmq.services.worker.verifiers.engine import OVERLONG, Engine
 from rolloutmq.services.worker.verifiers.request_fields import check_request
 
 
-def openai_client() -> AsyncOpenAI:
+def openai_client(tls: ssl.SSLContext | None = None) -> AsyncOpenAI:
     """Return a client whose address each call replaces. It does not retry, and asks no proxy.
 
     It waits `CONNECT_S` for a connection, and for an answer without a limit.
     """
     timeout = Timeout(None, connect=CONNECT_S)
-    http_client = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout)
+    http_client = DefaultAsyncHttpxClient(trust_env=False, timeout=timeout, verify=tls or True)
     return AsyncOpenAI(
         base_url="http://unused", api_key="unused", max_retries=0, timeout=timeout, http_client=http_client
     )
@@ -54,6 +55,8 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
         self._patience_s = patience_s
         self._prefix = secrets.token_hex(8)
         self._at: dict[str, AsyncOpenAI] = {}
+        self._trusting: list[AsyncOpenAI] = []
+        """Clients of engines with a certificate of the run's own authority."""
         self._base_url = ""
 
     @classmethod
@@ -69,10 +72,13 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
             patience_s: Seconds of retries before a call gives up.
         """
         engine = Engine(policy)
+        made = cls(openai, engine, patience_s)
         try:
-            yield cls(openai, engine, patience_s)
+            yield made
         finally:
             await engine.close()
+            for one in made._trusting:
+                await one.close()
 
     @property
     def client(self) -> AsyncOpenAI:
@@ -95,6 +101,13 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
             self._patience_s,
         )
 
+    def _client_of(self, endpoint: Endpoint) -> AsyncOpenAI:
+        openai = self._openai
+        if endpoint.tls is not None:
+            openai = openai_client(endpoint.tls)
+            self._trusting.append(openai)
+        return openai.with_options(base_url=endpoint.base_url)
+
     async def _asked(
         self,
         endpoint: Endpoint,
@@ -110,7 +123,7 @@ class PolicyClient(OpenAIChatCompletionsClient):  # type: ignore[misc]
         # Nothing awaits between this and the reading of `client`.
         self._base_url = endpoint.base_url
         if endpoint.base_url not in self._at:
-            self._at[endpoint.base_url] = self._openai.with_options(base_url=endpoint.base_url)
+            self._at[endpoint.base_url] = self._client_of(endpoint)
         try:
             native = await super().get_native_response(prompt, model, arguments, tools, **kwargs)
         except APIStatusError as error:

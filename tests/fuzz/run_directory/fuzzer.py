@@ -59,7 +59,7 @@ from rolloutmq.services.gateway.atropos_wire import RegisterEnv
 from rolloutmq.services.gateway.in_doubt import InDoubt
 from rolloutmq.services.gateway.registry import Registry
 from rolloutmq.services.gateway.service import registrations_of
-from rolloutmq.services.http_server.access import http_token
+from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.inference import server as inference_server
 from rolloutmq.services.monitor.live.run_state import RunState
 from rolloutmq.services.monitor.liveness import fate_of

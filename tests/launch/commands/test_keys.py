@@ -77,3 +77,16 @@ def test_an_unknown_role_names_the_roles(tmp_path: Path) -> None:
 def test_a_missing_directory(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match="make keys with `rolloutmq keys init"):
         said("list", tmp_path / "none")
+
+
+def test_a_certificate_goes_from_its_directory_to_the_clients(tmp_path: Path) -> None:
+    directory, file = tmp_path / "keys", tmp_path / "w.key"
+    told = said("init", directory, "--tls", "gpu-7", "--tls", "10.0.0.7")
+    assert f'set run.tls_cert = "{directory}/tls.pem"' in told
+    said("new", directory, "w", "--role", "worker", "--out", file)
+    assert load_bundle(file).ca == (directory / "ca.pem").read_text()
+    before = (directory / "tls.pem").read_bytes()
+    said("tls", directory, "gpu-7", "gpu-8")
+    assert (directory / "tls.pem").read_bytes() != before
+    with pytest.raises(MissingError):
+        said("tls", tmp_path / "none", "gpu-7")

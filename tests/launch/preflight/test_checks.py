@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.services.http_server.authority import pair
 
 from benchmarks.harness.listening import free_listen
+from rolloutmq.bus.files import write_private
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.launch.preflight import checks
 from rolloutmq.launch.preflight.checks import check
@@ -242,8 +244,54 @@ def test_a_listener_whose_keys_are_not_there(tmp_path: Path) -> None:
     keys = KeyDirectory.create(config(tmp_path).base_dir / "keys")
     check(config(tmp_path, broker=broker))
     keys.path.chmod(0o755)
-    with pytest.raises(NotPrivateError, match=r"other users may use it"):
-        check(config(tmp_path, broker=broker))
+    for wrong in (broker, {"keys": "keys"}):  # HTTP asks for the keys, too
+        with pytest.raises(NotPrivateError, match=r"other users may use it"):
+            check(config(tmp_path, broker=wrong))
+
+
+def test_the_runs_own_processes_must_accept_its_certificate(tmp_path: Path) -> None:
+    base = config(tmp_path).base_dir
+    pair(base / "keys")
+    files = {"tls_cert": "keys/tls.pem", "tls_key": "keys/tls.key"}
+    trusted = {**files, "tls_ca": "keys/ca.pem"}
+    check(config(tmp_path, run=trusted))
+    with pytest.raises(
+        ConfigError, match=r"^run\.tls_cert: processes of this host reach \[inference\] as 127\.0\.0\.1"
+    ):
+        check(config(tmp_path, run=files))
+    with pytest.raises(ConfigError, match=r"as 127\.8\.8\.8, .*IP address mismatch"):
+        check(config(tmp_path, run=trusted, inference={"host": "127.8.8.8"}))
+    with pytest.raises(ConfigError, match=r"^run\.tls_cert: and tls_key must be set together"):
+        check(config(tmp_path, run={"tls_cert": "keys/tls.pem"}))
+    pair(base / "keys", days=-0.02)
+    with pytest.raises(
+        ConfigError, match=r"^run\.tls_cert: the certificate ended at .*; write a renewed one"
+    ):
+        check(config(tmp_path, run=trusted))
+    (base / "keys" / "tls.key").unlink()
+    with pytest.raises(ConfigError, match=r"^run\.tls_key: .* cannot be read"):
+        check(config(tmp_path, run=trusted))
+
+
+def test_tokens_without_encryption_are_told(tmp_path: Path) -> None:
+    base = config(tmp_path).base_dir
+    pair(base / "keys", "localhost")
+    write_private(base / "token", b"0123456789abcdef")
+    reached = {"inference": {"host": "0.0.0.0"}}
+    found = check(config(tmp_path, run={"http_token_file": "token"}, **reached))
+    assert [str(one) for one in found.advice if one.path == "run.tls_cert"] == [
+        "run.tls_cert: tokens travel unencrypted to inference (0.0.0.0); set run.tls_cert and run.tls_key "
+        "(`rolloutmq keys tls`)"
+    ]
+    run = {
+        "http_token_file": "token",
+        "tls_cert": "keys/tls.pem",
+        "tls_key": "keys/tls.key",
+        "tls_ca": "keys/ca.pem",
+    }
+    assert not [
+        one for one in check(config(tmp_path, run=run, **reached)).advice if one.path == "run.tls_cert"
+    ]
 
 
 def test_ports_of_a_listener_in_use_name_their_owner(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rolloutmq.schemas.network.address import (
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "localhost"])
 def test_only_this_host_reaches_loopback(host: str) -> None:
     assert is_loopback(host)
-    assert not problem_of_host("gateway", host, insecure=False)
+    assert not problem_of_host("gateway", host, tokens=False, insecure=False)
 
 
 @pytest.mark.parametrize(
@@ -21,8 +21,11 @@ def test_only_this_host_reaches_loopback(host: str) -> None:
 )
 def test_any_other_address_must_be_allowed(host: str) -> None:
     assert not is_loopback(host)
-    assert "allow it with gateway.insecure = true" in problem_of_host("gateway", host, insecure=False)
-    assert not problem_of_host("gateway", host, insecure=True)
+    assert "allow it with gateway.insecure = true" in problem_of_host(
+        "gateway", host, tokens=False, insecure=False
+    )
+    assert not problem_of_host("gateway", host, tokens=False, insecure=True)
+    assert not problem_of_host("gateway", host, tokens=True, insecure=False)
 
 
 @pytest.mark.parametrize(

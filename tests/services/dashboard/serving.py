@@ -1,6 +1,7 @@
 """The server of a page in a thread of this process, with a real socket; and runs of any size to look at."""
 
 import asyncio
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,22 @@ def serving(root: Path, sessions: Sessions | None = None, port: int = 0) -> Iter
     bound = bind("127.0.0.1", port)
     bound.listen()
     link = link_of(bound, sessions.token)
+    with _thread(root, bound, sessions):
+        yield Browser(link)
+
+
+@contextmanager
+def serving_tls(root: Path) -> Iterator[tuple[int, str]]:
+    """Serve the page of a run with a certificate within the block; yield the port, and the token of the link."""
+    sessions, bound = Sessions(), bind("127.0.0.1", 0)
+    bound.listen()
+    port = int(bound.getsockname()[1])
+    with _thread(root, bound, sessions):
+        yield port, sessions.token
+
+
+@contextmanager
+def _thread(root: Path, bound: socket.socket, sessions: Sessions) -> Iterator[None]:
     ready, failed = threading.Event(), list[BaseException]()
     ends: list[Callable[[], Any]] = []
 
@@ -42,7 +59,7 @@ def serving(root: Path, sessions: Sessions | None = None, port: int = 0) -> Iter
     thread.start()
     ready.wait(60)
     try:
-        yield Browser(link)
+        yield
     finally:
         for end in ends:
             end()

@@ -1,32 +1,36 @@
 """Who may send a request to the HTTP servers: the rules, without a server."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rolloutmq.bus.files import write_private
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.run import RunConfig, RunSection
 from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.network.keys import Role
 from rolloutmq.services.http_server.access import (
     HttpAccess,
     access_of,
     authorization,
-    http_token,
     is_browser,
     split_token,
     with_token,
 )
+from rolloutmq.services.http_server.roles import Server
+from rolloutmq.services.http_server.tokens import OWN, Holder, TokenStore
 
 TOKEN = "0123456789abcdef"
+GUARDED = HttpAccess(tokens=TokenStore({TOKEN: Holder(OWN, Role.ADMIN)}))
 OPEN = HttpAccess(frozenset({"box.lab.example"}), frozenset({"http://page.example"}))
 
 
 def status(access: HttpAccess, given: str = "", /, *, preflight: bool = False, **headers: Any) -> int:
     """Return the status of a refusal, 200 for none."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    refused = access.refusal(lambda name: named.get(name, ""), given, preflight=preflight)
+    refused = access.refusal(lambda name: named.get(name, ""), given, "/v1/completions", preflight=preflight)
     return 200 if refused is None else refused.status
 
 
@@ -94,18 +98,17 @@ def test_a_page_of_anybody_else_is_refused(origin: str, site: str, expected: int
     ],
 )
 def test_with_a_token_each_request_needs_it(given: str, header: str, expected: int) -> None:
-    guarded = HttpAccess(token=TOKEN)
-    assert status(guarded, given, authorization=header) == expected
-    assert status(guarded, given, authorization=header, preflight=True) == 200
+    assert status(GUARDED, given, authorization=header) == expected
+    assert status(GUARDED, given, authorization=header, preflight=True) == 200
     assert status(OPEN, given, authorization=header) == 200
 
 
 def test_a_refusal_says_what_to_do() -> None:
-    refused = HttpAccess(token=TOKEN).refusal(lambda _: "", "")
+    refused = GUARDED.refusal(lambda _: "", "", "/health")
     assert refused is not None
     assert refused.headers == {"www-authenticate": "Bearer"}
     assert TOKEN not in refused.reason
-    foreign = OPEN.refusal({"host": "evil.example"}.get, "")  # type: ignore[arg-type]
+    foreign = OPEN.refusal({"host": "evil.example"}.get, "", "/")  # type: ignore[arg-type]
     assert foreign is not None
     assert "run.http_hosts" in foreign.reason
     assert not foreign.headers
@@ -134,45 +137,57 @@ def test_a_token_in_an_address_comes_out_as_it_went_in() -> None:
     assert authorization("") == {}
 
 
-def with_file(path: Path, text: str | None) -> RunConfig:
-    if text is not None:
-        write_private(path, text.encode())
-    return RunConfig(run=RunSection(http_token_file=Path(path.name)), base_dir=path.parent)
+def told(access: HttpAccess, token: str, path: str, method: str = "GET") -> tuple[int, str]:
+    """Return status and reason of a refusal; 200 and nothing for none."""
+    refused = access.refusal(lambda _: "", token, path, method=method)
+    return (200, "") if refused is None else (refused.status, refused.reason)
 
 
-def test_the_token_is_in_a_file_beside_the_configuration(tmp_path: Path) -> None:
-    run = with_file(tmp_path / "token", f"{TOKEN}\n")
-    assert http_token(run) == TOKEN
-    assert access_of(run, "gate.example").token == TOKEN
-    assert "gate.example" in access_of(run, "gate.example").hosts
-    assert http_token(RunConfig()) == ""
+def test_the_token_of_a_key_opens_the_paths_of_its_role(tmp_path: Path) -> None:
+    keys = KeyDirectory.create(tmp_path / "keys")
+    tokens = {role: keys.new(f"{role.value}-7", role).token for role in Role}
+    write_private(tmp_path / "token", TOKEN.encode())
+    run = RunConfig(
+        run=RunSection(http_token_file=Path("token")), broker=BrokerConfig(keys="keys"), base_dir=tmp_path
+    )
+    access = access_of(run, Server.GATEWAY, "gate.example")
+    assert "gate.example" in access.hosts
+    assert told(access, tokens[Role.WORKER], "/scored_data", "POST")[0] == 200
+    assert told(access, tokens[Role.WORKER], "/register", "POST") == (
+        403,
+        "key worker-7 (role worker) may not POST /register; use a key of role admin or trainer",
+    )
+    assert told(access, tokens[Role.TRAINER], "/scored_data", "POST")[0] == 403
+    assert told(access, tokens[Role.MONITOR], "/metrics")[0] == 200
+    for token in (tokens[Role.ADMIN], TOKEN):
+        assert told(access, token, "/reset_data", "POST")[0] == 200
+    assert told(access, tokens[Role.ADMIN] + "x", "/health")[0] == 401
+    assert told(access, "", "/health")[0] == 401
 
 
-@pytest.mark.parametrize(
-    "text", [None, "", "short", "with a space in it", f"{TOKEN}\n{TOKEN}", "\u00e9" * 20]
-)
-def test_a_file_without_a_token_is_refused(tmp_path: Path, text: str | None) -> None:
-    with pytest.raises(ConfigError, match=r"^run\.http_token_file: ") as refused:
-        http_token(with_file(tmp_path / "token", text))
-    assert not text or text not in str(refused.value)
+def test_a_revoked_key_is_refused_without_a_restart(tmp_path: Path) -> None:
+    now = [0.0]
+    keys = KeyDirectory.create(tmp_path / "keys")
+    token = keys.new("worker-7", Role.WORKER).token
+    run = RunConfig(broker=BrokerConfig(keys="keys"), base_dir=tmp_path)
+    access = access_of(run, Server.ENGINE, "127.0.0.1")
+    access.tokens._clock = lambda: now[0]
+    assert told(access, token, "/v1/completions", "POST")[0] == 200
+    keys.revoke("worker-7")
+    now[0] += 1.0
+    status, why = told(access, token, "/v1/completions", "POST")
+    assert (status, why) == (
+        401,
+        "authorization: key worker-7 was revoked; get another one, of `rolloutmq keys new`",
+    )
+    newer = keys.new("worker-8", Role.WORKER).token
+    now[0] += 1.0
+    assert told(access, newer, "/v1/completions", "POST")[0] == 200
 
 
-@pytest.mark.parametrize("mode", [0o644, 0o640, 0o606, 0o620, 0o601])
-def test_a_token_that_others_may_know_is_refused(tmp_path: Path, mode: int) -> None:
-    run = with_file(path := tmp_path / "token", TOKEN)
-    path.chmod(mode)
-    problem = rf"^run\.http_token_file: {path} .*mode {mode:04o}\); run chmod 600 {path},"
-    with pytest.raises(ConfigError, match=problem) as refused:
-        http_token(run)
-    assert TOKEN not in str(refused.value)
-    path.chmod(0o400)
-    assert http_token(run) == TOKEN
-
-
-def test_a_token_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, user = with_file(tmp_path / "token", TOKEN), os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
-    with pytest.raises(
-        ConfigError, match=rf"^run\.http_token_file: .* \(got user {user}\); use a file of your own"
-    ):
-        http_token(run)
+def test_a_server_does_not_start_with_a_damaged_list(tmp_path: Path) -> None:
+    keys = KeyDirectory.create(tmp_path / "keys")
+    keys.authorized.write_bytes(b"{")
+    run = RunConfig(broker=BrokerConfig(keys="keys"), base_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"authorized\.json: is damaged"):
+        access_of(run, Server.ENGINE, "127.0.0.1")

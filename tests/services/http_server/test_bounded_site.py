@@ -137,3 +137,27 @@ async def test_what_is_no_http_gets_the_headers(sent: bytes) -> None:
         assert " 400 " in head
         for name, value in HEADERS.items():
             assert f"{name}: {value}" in head
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET /t/secret-token/\x01 HTTP/1.1\r\n\r\n",
+        b"GET /t/secret-token/info HTTP/9.9\r\n\r\n",
+        b"G\x00T /t/secret-token/info HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret-token\x00\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nsecret-token \x01\r\n\r\n",
+        b"GET /t/secret-token/" + b"x" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+)
+async def test_no_reply_and_no_log_repeats_what_is_no_http(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with served() as site:
+        reader, writer = await site.connect()
+        writer.write(sent)
+        reply = await reader.read()
+    assert b" 400 " in reply.partition(b"\r\n")[0]
+    assert b"no valid HTTP request" in reply
+    assert b"secret" not in reply
+    assert "secret" not in caplog.text

@@ -8,14 +8,17 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from rolloutmq.schemas.network.keys import Role
 from rolloutmq.services.http_server.access import HttpAccess
 from rolloutmq.services.http_server.listening import listening
 from rolloutmq.services.http_server.request_latencies import count_tokens
+from rolloutmq.services.http_server.tokens import OWN, Holder, TokenStore
 from rolloutmq.services.inference import server
 from rolloutmq.services.inference.server import application, replied
 from rolloutmq.services.process.latency_recorder import LatencyRecorder
 
 TOKEN = "0123456789abcdef"
+GUARDED = HttpAccess(tokens=TokenStore({TOKEN: Holder(OWN, Role.ADMIN)}))
 DEADLINE_S = 30.0
 
 
@@ -62,7 +65,7 @@ async def test_a_foreign_page_samples_nothing(headers: dict[str, str]) -> None:
 
 async def test_a_token_is_asked_for_in_a_header_or_the_path() -> None:
     counted = Counted()
-    async with served(counted, HttpAccess(token=TOKEN)) as port, aiohttp.ClientSession() as session:
+    async with served(counted, GUARDED) as port, aiohttp.ClientSession() as session:
         base = f"http://127.0.0.1:{port}"
         for path, headers, expected in (
             ("", {}, 401),
@@ -80,7 +83,7 @@ async def test_no_error_and_no_log_has_the_token_of_the_path(caplog: pytest.LogC
     async def failing(_request: web.Request) -> web.Response:
         raise ValueError("for the test")
 
-    app = application({"/v1/completions": ("POST", failing)}, HttpAccess(token=TOKEN))
+    app = application({"/v1/completions": ("POST", failing)}, GUARDED)
     async with listening(app, "127.0.0.1", 0, None) as port, aiohttp.ClientSession() as session:
         base = f"http://127.0.0.1:{port}/t/{TOKEN}"
         for path, expected in (("/v1/completions", 500), ("/v1/nothing", 404)):
@@ -95,7 +98,7 @@ async def test_no_error_and_no_log_has_the_token_of_the_path(caplog: pytest.LogC
 
 async def test_bytes_that_are_no_utf_8_are_no_token(caplog: pytest.LogCaptureFixture) -> None:
     counted = Counted()
-    async with served(counted, HttpAccess(token=TOKEN)) as port, asyncio.timeout(DEADLINE_S):
+    async with served(counted, GUARDED) as port, asyncio.timeout(DEADLINE_S):
         for line in (b"POST /v1/completions HTTP/1.1", b"POST /t/%ff/v1/completions HTTP/1.1"):
             told = await asked(port, line, b"Authorization: Bearer \xff" + TOKEN.encode())
             assert told.startswith(b"HTTP/1.1 401 "), told

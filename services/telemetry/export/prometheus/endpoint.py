@@ -19,10 +19,12 @@ from prometheus_client.exposition import choose_encoder
 
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport.bindings import http_url
-from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.services.http_server.access import HttpAccess, access_of, split_token
 from rolloutmq.services.http_server.bounded_site import BoundedSite
+from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.sockets import bound_socket
+from rolloutmq.services.http_server.tls import server_tls
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.telemetry.export.prometheus.families import Families
 
@@ -115,7 +117,9 @@ class Endpoint:
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         token, path = split_token(request.path)
-        denied = self._access.refusal(lambda name: request.headers.get(name, ""), token)
+        denied = self._access.refusal(
+            lambda name: request.headers.get(name, ""), token, path, method=request.method
+        )
         if denied is not None:
             return web.Response(status=denied.status, text=f"{denied.reason}\n", headers=dict(denied.headers))
         if path != PATH:
@@ -182,8 +186,8 @@ async def serve_metrics(run: RunConfig, collect: Collect, stop: Stop, retry_s: f
     config, why = run.telemetry, ""
     while not stop.event.is_set():
         try:
-            access = access_of(run, config.metrics_host)
-            async with _listening(Endpoint(Pages(collect), access).application(), config) as url:
+            access = access_of(run, Server.METRICS, config.metrics_host)
+            async with _listening(Endpoint(Pages(collect), access).application(), run) as url:
                 logger.info("metrics listening url=%s%s", url, PATH)
                 why = ""
                 await stop.wait()
@@ -200,17 +204,20 @@ async def serve_metrics(run: RunConfig, collect: Collect, stop: Stop, retry_s: f
 
 
 @contextlib.asynccontextmanager
-async def _listening(app: web.Application, config: TelemetryConfig) -> AsyncIterator[str]:
-    """Listen for the duration of the block; yield the URL. OSError if the address cannot be bound."""
+async def _listening(app: web.Application, run: RunConfig) -> AsyncIterator[str]:
+    """Listen for the duration of the block; yield the URL. OSError if the address cannot be bound; raises what
+    `server_tls` raises."""
+    config, tls = run.telemetry, server_tls(run)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, keepalive_timeout=KEEP_ALIVE_S)
     await runner.setup()
     try:
         bound = bound_socket(config.metrics_host, config.metrics_port)
         try:
-            await BoundedSite(runner, bound, backlog=BACKLOG, limit=OPEN_LIMIT, headers=HEADERS).start()
+            site = BoundedSite(runner, bound, backlog=BACKLOG, limit=OPEN_LIMIT, headers=HEADERS, tls=tls)
+            await site.start()
         except OSError:
             bound.close()
             raise
-        yield http_url(config.metrics_host, int(runner.addresses[0][1]))
+        yield http_url(config.metrics_host, int(runner.addresses[0][1]), run.run.scheme)
     finally:
         await runner.cleanup()

@@ -73,7 +73,7 @@ class GroupCalls:
     async def models(self) -> bytes:
         """Return the engine's list of models."""
         endpoint = await self._engine.endpoint()
-        async with self._session.get(_root(endpoint) + wire.MODELS) as response:
+        async with self._session.get(_root(endpoint) + wire.MODELS, ssl=endpoint.tls or True) as response:
             return await response.read()
 
     async def generate(self, trace: str, asked: dict[str, Any]) -> bytes:
@@ -95,7 +95,8 @@ class GroupCalls:
         if endpoint.greedy:
             sampling["temperature"] = 0.0
         body = {**asked, "model": endpoint.model, "sampling_params": sampling, "return_token_ids": True}
-        async with self._session.post(_root(endpoint) + GENERATE, data=_encode(body)) as response:
+        url, trusted = _root(endpoint) + GENERATE, endpoint.tls or True
+        async with self._session.post(url, data=_encode(body), ssl=trusted) as response:
             answer = await response.read()
             if response.status != 200:
                 raise _RefusedError(response.status, answer)

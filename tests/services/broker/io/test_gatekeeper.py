@@ -10,9 +10,10 @@ from zmq.utils import z85
 
 from rolloutmq.bus.transport import sockets
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.keys.watched_file import LOOK_S
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.network.keys import Role
-from rolloutmq.services.broker.io.gatekeeper import LOOK_S, Gatekeeper, KnownKeys
+from rolloutmq.services.broker.io.gatekeeper import Gatekeeper, KnownKeys
 
 
 @pytest.fixture

@@ -11,9 +11,12 @@ from tests.services.gateway.site import ENVIRONMENT, TRAINER, Opened, Site, conf
 
 from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.schemas.config.run import RunSection
 from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.network.keys import Role
 from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.http_server.run_token import http_token, with_own_token
 
 TOKEN = "0123456789abcdef-0123456789abcdef"
 FOREIGN: dict[str, dict[str, str]] = {
@@ -121,3 +124,42 @@ async def test_a_token_opens_and_nothing_else(run_dir: Path) -> None:
                         assert answer.status == expected, path
                 async with session.get(f"{url}/t/{TOKEN}/w/nobody/info") as answer:
                     assert answer.status == 404
+
+
+async def test_each_role_has_its_paths(run_dir: Path) -> None:
+    layout, keys = RunLayout(run_dir), KeyDirectory.create(run_dir / "keys")
+    tokens = {role: keys.new(f"{role.value}-7", role).token for role in Role}
+    config = with_own_token(configured(keys=str(keys.path)), layout)
+    write_json(layout.config, config)
+    with running_broker(config, layout):
+        async with listening(run_dir) as one:
+            url = str(one.session._base_url).rstrip("/")
+
+            async def ask(method: str, path: str, role: Role | None, body: Any = None) -> tuple[int, str]:
+                token = tokens[role] if role is not None else "no-token-at-all-7"
+                async with one.session.request(method, f"/t/{token}{path}", json=body) as answer:
+                    told = await answer.text()
+                    assert token not in told
+                    assert token not in str(answer.headers)
+                    return answer.status, told
+
+            assert set((await statuses(one, {})).values()) == {401}
+            assert (await ask("POST", "/register", None, TRAINER))[0] == 401
+            assert await ask("POST", "/register", Role.WORKER, TRAINER) == (
+                403,
+                '{"detail":"key worker-7 (role worker) may not POST /register; '
+                'use a key of role admin or trainer"}',
+            )
+            assert (await ask("POST", "/register", Role.TRAINER, TRAINER))[0] == 200
+            assert (await ask("GET", "/batch", Role.TRAINER))[0] == 200
+            assert (await ask("POST", "/register-env", Role.TRAINER, ENVIRONMENT))[0] == 403
+            assert (await ask("POST", "/register-env", Role.WORKER, ENVIRONMENT))[0] == 200
+            assert (await ask("POST", "/scored_data", Role.WORKER, scored(9)))[0] == 200
+            assert (await ask("GET", "/metrics", Role.MONITOR))[0] == 200
+            assert (await ask("GET", "/batch", Role.MONITOR))[0] == 403
+            for role in set(Role) - {Role.ADMIN}:
+                assert (await ask("POST", "/reset_data", role))[0] == 403
+            assert (await ask("POST", "/reset_data", Role.ADMIN))[0] == 200
+            own = {"Authorization": f"Bearer {http_token(config)}"}
+            async with aiohttp.ClientSession(url, headers=own) as session:
+                await Site(session, layout).begin()

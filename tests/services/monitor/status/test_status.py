@@ -182,6 +182,8 @@ def test_a_run_without_workers_by_design_misses_none(reply: StatusReply, run_dir
 def test_a_door_without_keys_is_told(reply: StatusReply) -> None:
     assert "insecure" not in status_text(reply)
     opened = replace(reply, pressure=replace(reply.pressure, insecure="tcp://0.0.0.0:7760"))
+    clear = replace(reply, pressure=replace(reply.pressure, unencrypted=("gateway (0.0.0.0)",)))
+    assert "insecure tokens travel unencrypted to gateway (0.0.0.0); set run.tls_cert" in status_text(clear)
     assert "insecure whoever reaches tcp://0.0.0.0:7760 may use the run, unencrypted; set" in status_text(
         opened
     )

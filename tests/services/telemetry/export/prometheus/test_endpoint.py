@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+from tests.services.http_server.authority import pair
 from tests.services.telemetry.export.events import every_kind
 from tests.services.telemetry.export.prometheus.pages import key, metrics_of, samples_of
 
@@ -193,7 +195,7 @@ async def large(send_s: float) -> AsyncIterator[tuple[str, int]]:
     pages, run = Pages(Large(), page_s=1000.0), config()
     pages.page("", asyncio.get_running_loop().time())
     application = Endpoint(pages, HttpAccess(), send_s).application()
-    async with endpoint._listening(application, run.telemetry) as url:
+    async with endpoint._listening(application, run) as url:
         yield f"{url}/metrics", run.telemetry.metrics_port
 
 
@@ -266,3 +268,14 @@ async def test_every_reply_has_the_headers_also_of_what_is_no_http(run_dir: Path
         assert " 400 " in head
         for name, value in endpoint.HEADERS.items():
             assert f"{name}: {value}" in head
+
+
+async def test_with_a_certificate_it_speaks_tls(tmp_path: Path) -> None:
+    made, plain = pair(tmp_path / "keys"), config()
+    run = plain.model_copy(update={"run": RunSection(tls_cert=made.cert, tls_key=made.key)})
+    trust = ssl.create_default_context(cafile=made.ca)
+    async with served(run) as url, aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/metrics") as answer:
+            assert answer.status == 400
+        async with session.get(f"{url.replace('http', 'https')}/metrics", ssl=trust) as answer:
+            assert answer.status == 200

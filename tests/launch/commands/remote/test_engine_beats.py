@@ -1,0 +1,46 @@
+"""Where an engine of another host listens, and the URL by which others reach it."""
+
+from pathlib import Path
+
+import pytest
+from tests.services.http_server.authority import pair
+
+from rolloutmq.launch.commands.remote.engine_beats import Served
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.files import RunLayout
+
+BROKER = "tcp://127.0.0.1:7760"
+
+
+@pytest.mark.parametrize(
+    ("served", "own", "url"),
+    [
+        (Served(), "http://127.0.0.1:81", "http://127.0.0.1:81"),
+        (Served("10.0.0.9", insecure=True), "http://10.0.0.9:81", "http://10.0.0.9:81"),
+        (Served("::", insecure=True, advertise="fd00::9"), "http://[::1]:81", "http://[fd00::9]:81"),
+        (Served("0.0.0.0", insecure=True), "https://127.0.0.1:81", "https://127.0.0.1:81"),
+        (Served(advertise="gpu-9"), "https://127.0.0.1:81/", "https://gpu-9:81"),
+    ],
+)
+def test_others_reach_it_by_the_scheme_of_the_engine(served: Served, own: str, url: str) -> None:
+    assert served.url(own, BROKER) == url
+
+
+def test_the_configuration_gets_its_address_and_its_certificate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = pair(tmp_path / "keys")
+    monkeypatch.chdir(tmp_path)
+    served = Served(port=81, tls_cert=Path("keys/tls.pem"), tls_key=Path("keys/tls.key"))
+    served.check()
+    config = served.accepting(lambda _data, _layout: RunConfig())(b"", RunLayout(tmp_path))
+    assert (config.inference.port, config.run.tls_cert, config.run.tls_key) == (81, made.cert, made.key)
+    made.key.unlink()
+    with pytest.raises(ConfigError, match=r"^run\.tls_key: .* cannot be read"):
+        served.check()
+
+
+def test_half_a_certificate_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^--tls-cert: belongs to --tls-key: give both, or none"):
+        Served(tls_key=Path("tls.key"))
