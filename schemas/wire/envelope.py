@@ -122,7 +122,7 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
         return 1 if self.lengths_of else self.depth + 1
 
 
-class ColumnTable(msgspec.Struct, frozen=True, array_like=True, dict=True):
+class ColumnTable(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
     """The columns of a group in the order of their blocks. Equal tables have equal ids in every process."""
 
     columns: Annotated[tuple[ColumnSpec, ...], Meta(max_length=COLUMNS_LIMIT)]
