@@ -11,7 +11,7 @@ frames.
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
