@@ -254,7 +254,8 @@ def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
                 blocks.append(memoryview(opaque[name]))
         else:
             blocks.append(np.ascontiguousarray(column.values))
-    require_few(opaque)
+    if opaque:
+        require_few(opaque)
     return _table_of(tuple(specs)), blocks
 
 
