@@ -110,11 +110,14 @@ class LoopThread:
             work.close()
             self._require_thread()
         outcome: _Outcome[R] = _Outcome()
-        tasks: list[asyncio.Task[R]] = []
+        tasks: list[asyncio.Task[None]] = []
+
+        async def carry() -> None:
+            outcome.succeed(await work)  # not in a callback of the task, which costs a turn of the loop
 
         def start() -> None:
-            tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(lambda task: _hand_over(task, outcome))
+            tasks.append(self._loop.create_task(carry()))
+            tasks[0].add_done_callback(lambda task: _end(task, work, outcome))
 
         try:
             self._loop.call_soon_threadsafe(start)
@@ -192,7 +195,7 @@ class LoopThread:
         except RuntimeError:
             raise ClosedError from None
 
-    def _cancel(self, tasks: "list[asyncio.Task[R]]") -> None:
+    def _cancel(self, tasks: "list[asyncio.Task[None]]") -> None:
         self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
 
     def close(self) -> None:
@@ -238,13 +241,13 @@ class StartedCall(Generic[R]):
         self.wait()
 
 
-def _hand_over(task: "asyncio.Task[R]", outcome: "_Outcome[R]") -> None:
+def _end(task: "asyncio.Task[None]", work: Coroutine[Any, Any, R], outcome: "_Outcome[R]") -> None:
+    """Hand over the failure of a task that carries `work`, which may have ended before its first turn."""
+    work.close()
     if task.cancelled():
         outcome.fail(ClosedError())
     elif (error := task.exception()) is not None:
         outcome.fail(error)
-    else:
-        outcome.succeed(task.result())
 
 
 class Facade(Generic[T]):

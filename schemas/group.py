@@ -98,7 +98,7 @@ _LENGTHS: Final = np.dtype(np.uint32)
 IDS_SHOWN: Final = 16
 """Most token ids of a sequence in a notebook."""
 _FEW_ROWS: Final = 64
-"""Up to this many lengths, `sum` is faster than numpy."""
+"""Up to this many numbers, Python is faster than numpy."""
 
 
 def numpy_dtype(dtype: Dtype) -> np.dtype[Any]:
@@ -193,16 +193,16 @@ class Column:
             values = _typed(name, flat)
         return _of_values(name, values, tuple(lengths))
 
-    def check(self, name: str) -> None:
-        """Raise InvalidGroupError unless the lengths match the values."""
+    def check(self, name: str, like: "Column | None" = None) -> None:
+        """Raise InvalidGroupError unless the lengths match the values; those of `like` were checked, and may be its."""
         if self.dtype is _OPAQUE:
             return
         values = self.values
         if not isinstance(values, np.ndarray) or values.dtype != _NUMPY_OF[self.dtype]:
             raise InvalidGroupError(name, f"values must be a little-endian array of {self.dtype.name}")
-        if self.depth > DEPTH_LIMIT:
-            raise InvalidGroupError(name, f"must be nested at most {DEPTH_LIMIT} deep (got {self.depth})")
         size = values.size
+        if like is not None and self.lengths is like.lengths and size == like.values.size:
+            return
         for level in reversed(self.lengths):
             if level.dtype != _LENGTHS or level.ndim != 1 or _total(level) != size:
                 raise InvalidGroupError(name, "lengths must be u32 and add up to the number of values")
@@ -327,6 +327,29 @@ class Group:
                 raise InvalidGroupError(name, f"{problem} (got {value!a:.80})")
 
     @classmethod
+    def received(
+        cls,
+        group_id: str,
+        columns: Mapping[str, Column],
+        oldest: PolicyVersion,
+        newest: PolicyVersion,
+        started_at: float,
+        finished_at: float,
+        env: str,
+        task: str,
+        sequences: int,
+        tokens: int,
+    ) -> "Group":
+        """Return a group whose ids, versions and times came over the wire, so they need no check."""
+        group = cls.__new__(cls)
+        fields = (
+            group_id, columns, oldest, newest, started_at, finished_at, env, task, sequences, tokens, True,
+        )  # fmt: skip
+        for name, value in zip(cls.__slots__, fields, strict=True):
+            object.__setattr__(group, name, value)
+        return group
+
+    @classmethod
     def build(
         cls,
         group_id: str,
@@ -394,38 +417,33 @@ class Group:
 
     def check(self) -> None:
         """Raise InvalidGroupError unless the columns agree with each other and with the limits."""
+        check_kinds({name: (column.dtype, column.depth) for name, column in self.columns.items()})
+        self.check_values()
+
+    def check_values(self) -> None:
+        """Do what `check` does, for columns whose kinds are checked."""
         if not 1 <= self.sequences <= SEQUENCES_LIMIT:
             raise InvalidGroupError("scores", f"must have 1 to {SEQUENCES_LIMIT} rows (got {self.sequences})")
-        if len(self.columns) > COLUMNS_LIMIT:
-            raise InvalidGroupError("*", f"too many columns (got {len(self.columns)}, limit {COLUMNS_LIMIT})")
+        checked: Column | None = None
         for name, column in self.columns.items():
-            self._check_column(name, column)
-        tokens = self.columns["tokens"].values
-        if tokens.dtype.kind not in "iu":
-            raise InvalidGroupError("tokens", f"must be integers (got {tokens.dtype})")
-        scores = self.columns["scores"].numbers()
-        if not (finite := np.isfinite(scores)).all():
-            row = int(np.argmin(finite))
-            raise InvalidGroupError("scores", f"row {row} is not finite (got {scores[row]})")
+            if column.dtype is _OPAQUE:
+                continue
+            column.check(name, checked)
+            rows = len(column.lengths[0]) if column.lengths else len(column.values)
+            if rows != self.sequences:
+                raise InvalidGroupError(
+                    name, f"must have one row for each sequence (got {rows} rows, {self.sequences} scores)"
+                )
+            checked = column
+        self._check_scores()
         self._check_lengths(_ALIGNED_WITH_TOKENS)
 
-    def _check_column(self, name: str, column: Column) -> None:
-        depth = COLUMN_DEPTH.get(name)
-        if depth is None:
-            if not _COLUMN_NAME.fullmatch(name):
-                raise InvalidGroupError(
-                    name, "invalid name; use at most 48 of a-z, 0-9 and _, and begin with a letter"
-                )
-        elif column.depth != depth or column.dtype is _OPAQUE:
-            raise InvalidGroupError(name, f"must be numbers of the shape {_SHAPES[depth]}")
-        column.check(name)
-        if column.dtype is _OPAQUE:
-            return
-        rows = len(column.lengths[0]) if column.lengths else len(column.values)
-        if rows != self.sequences:
-            raise InvalidGroupError(
-                name, f"must have one row for each sequence (got {rows} rows, {self.sequences} scores)"
-            )
+    def _check_scores(self) -> None:
+        scores = self.columns["scores"].numbers()
+        few = scores.size <= _FEW_ROWS
+        if not (all(map(math.isfinite, scores.ravel().tolist())) if few else np.isfinite(scores).all()):
+            row = int(np.argmin(np.isfinite(scores)))
+            raise InvalidGroupError("scores", f"row {row} is not finite (got {scores[row]})")
 
     def _check_lengths(self, names: Iterable[str]) -> None:
         (rows,) = self.columns["tokens"].lengths
@@ -493,6 +511,26 @@ class Group:
             (row, f"{scores[row]:.4g}", len(ids), sampled[row], _ids(ids)) for row, ids in enumerate(tokens)
         )
         return html_table(self._title, ("", "score", "tokens", "sampled", "token ids"), rows, self.sequences)
+
+
+def check_kinds(kinds: Mapping[str, tuple[Dtype, int]]) -> None:
+    """Raise InvalidGroupError unless columns of these element types and depths can be those of a group."""
+    if len(kinds) > COLUMNS_LIMIT:
+        raise InvalidGroupError("*", f"too many columns (got {len(kinds)}, limit {COLUMNS_LIMIT})")
+    for name, (dtype, depth) in kinds.items():
+        wanted = COLUMN_DEPTH.get(name)
+        if wanted is None:
+            if not _COLUMN_NAME.fullmatch(name):
+                raise InvalidGroupError(
+                    name, "invalid name; use at most 48 of a-z, 0-9 and _, and begin with a letter"
+                )
+        elif depth != wanted or dtype is _OPAQUE:
+            raise InvalidGroupError(name, f"must be numbers of the shape {_SHAPES[wanted]}")
+        if depth > DEPTH_LIMIT:
+            raise InvalidGroupError(name, f"must be nested at most {DEPTH_LIMIT} deep (got {depth})")
+    tokens = _NUMPY_OF[kinds["tokens"][0]]
+    if tokens.kind not in "iu":
+        raise InvalidGroupError("tokens", f"must be integers (got {tokens})")
 
 
 def check_versions(oldest: PolicyVersion | None, newest: PolicyVersion | None, where: str = "") -> None:

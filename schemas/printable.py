@@ -5,7 +5,6 @@ forges a line of a log, and an escape sequence moves the cursor, changes what a 
 In a notebook, markup would do the same: there everything is text, in a table of bounded size.
 """
 
-import html
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import islice
@@ -94,6 +93,8 @@ def html_table(
 
 
 def _cell(value: object) -> str:
+    import html  # its table of entities is for notebooks alone
+
     text = str(value)
     cut = text if len(text) <= HTML_CHARS else f"{text[:HTML_CHARS]}…"
     return html.escape(printable(cut))

@@ -7,7 +7,7 @@ Columns are views into the received frames, or into a copy of the arena. An unde
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -107,7 +107,7 @@ class Batch:
     @property
     def content(self) -> dict[str, Any]:
         """All attributes by name."""
-        return {field.name: getattr(self, field.name) for field in fields(Batch)}
+        return {name: getattr(self, name) for name in _ATTRIBUTES}
 
     @property
     def sequences(self) -> int:
@@ -162,11 +162,15 @@ class Batch:
         return html_table(self._title, head, rows, len(self.groups))
 
 
+_ATTRIBUTES: Final = tuple(field.name for field in fields(Batch))
+
+
 def decode_groups(
     reply: replies.Batch,
     frames: Sequence[Buffer],
     arenas: Sequence[memoryview] = (),
     copy: Callable[[memoryview], Buffer] = bytes,
+    known: Sequence[ColumnTable] = (),
 ) -> tuple[list[Group], list[Delivery], list[Rejected]]:
     """Decode the groups of a reply; return the groups, their deliveries and the undecodable groups.
 
@@ -175,11 +179,12 @@ def decode_groups(
         frames: Frames of the groups outside the arenas.
         arenas: Bytes of each arena of the batch.
         copy: Copies a group out of its arena.
+        known: Tables of an earlier reply: if the reply has the same, all that was found out about them is used again.
 
     Raises:
         ChecksumError: The bytes in an arena are not those of the group.
     """
-    tables = {table.id: table for table in reply.tables}
+    tables = {table.id: table for table in (known if known == reply.tables else reply.tables)}
     groups: list[Group] = []
     deliveries: list[Delivery] = []
     rejected: list[Rejected] = []

@@ -15,6 +15,7 @@ from rolloutmq.bus.transport.request_client import Frames
 from rolloutmq.schemas.errors import ChecksumError, SegmentGoneError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire import replies
+from rolloutmq.schemas.wire.envelope import ColumnTable
 from rolloutmq.schemas.wire.replies import Delivery, Rejected
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,8 @@ class BatchReader:
     def __init__(self) -> None:
         self._arenas = MappedArenas()
         self._buffers = BufferPool()
+        self._tables: tuple[ColumnTable, ...] = ()
+        """Those of the last reply."""
         self._again = False
         self._failed = 0
 
@@ -50,7 +53,7 @@ class BatchReader:
         """Decode a batch; None if its memory cannot be read, so the caller must repeat the pull."""
         try:
             arenas = self._arenas.open(reply.arenas)
-            decoded = DecodedBatch(*decode_groups(reply, frames, arenas, self._buffers.copy))
+            decoded = DecodedBatch(*decode_groups(reply, frames, arenas, self._buffers.copy, self._tables))
         except SegmentGoneError as error:
             self._failed += 1
             if self._failed in {1, ATTEMPTS}:
@@ -62,6 +65,8 @@ class BatchReader:
             self._again = True
             return None
         self._again = False
+        if self._tables != reply.tables:
+            self._tables = reply.tables
         if reply.arenas:
             self._failed = 0
         for bad in decoded.rejected:

@@ -72,7 +72,7 @@ class Consumer:
         self.version = register.resume or PolicyVersion(0, register.info.starting_step)
         """Policy after the last settled step; iteration continues from it. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
-        self._puller = BatchPuller(self._link, size, split)
+        self._puller = BatchPuller(self._link, size, split, partial(LeasedBatch, consumer=self))
         self._figures = FigureQueue(self._link)
         self._leased: Batch | None = None
         self._before: PolicyVersion | None = None
@@ -267,11 +267,11 @@ class Consumer:
                 return None
             self._leased = batch
             if batch.groups or not batch.rejected or self._link.register.world_size > 1:
-                return LeasedBatch(**batch.content, consumer=self)
+                return batch
             logger.error("batch undecodable, pulling again step=%d", step)
             await self.settle(batch)
 
-    async def _take(self, step: int, version: PolicyVersion, until: float) -> Batch | None:
+    async def _take(self, step: int, version: PolicyVersion, until: float) -> LeasedBatch | None:
         try:
             batch = await self._ahead.take(step, version)
             if batch is None or batch.life != self._link.life:
@@ -285,7 +285,7 @@ class Consumer:
             self._lost = None
         return batch
 
-    async def _pull_at_once(self, step: int, version: PolicyVersion) -> Batch | None:
+    async def _pull_at_once(self, step: int, version: PolicyVersion) -> LeasedBatch | None:
         return await self._puller.pull(step, version, time.monotonic())
 
     async def _give_back(self) -> None:

@@ -8,6 +8,7 @@ next `pull` asks as usual, and only then the trainer counts as waiting.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Generic, TypeVar
 
 from rolloutmq.bus.consumer.batch import Batch
 from rolloutmq.schemas.errors import RolloutMQError
@@ -16,7 +17,10 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 logger = logging.getLogger(__name__)
 
 
-class Prefetch:
+B = TypeVar("B", bound=Batch)
+
+
+class Prefetch(Generic[B]):
     """At most one prefetched batch of one consumer.
 
     Args:
@@ -26,13 +30,13 @@ class Prefetch:
 
     def __init__(
         self,
-        pull: Callable[[int, PolicyVersion], Awaitable[Batch | None]],
+        pull: Callable[[int, PolicyVersion], Awaitable[B | None]],
         give_back: Callable[[], Awaitable[object]],
     ) -> None:
         self._pull = pull
         self._give_back = give_back
         self._asked: tuple[int, PolicyVersion] | None = None
-        self._task: asyncio.Task[Batch | None] | None = None
+        self._task: asyncio.Task[B | None] | None = None
 
     @property
     def holds(self) -> bool:
@@ -47,7 +51,7 @@ class Prefetch:
             self._asked = step, version
             self._task = asyncio.ensure_future(self._pull(step, version))
 
-    async def take(self, step: int, version: PolicyVersion) -> Batch | None:
+    async def take(self, step: int, version: PolicyVersion) -> B | None:
         """Return the prefetched batch if it is of this step and version; otherwise None.
 
         Cancelled: the next pull of the same step gets the leased batch.

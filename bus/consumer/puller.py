@@ -4,8 +4,9 @@ import asyncio
 import logging
 import os
 import time
+from collections.abc import Callable
 from itertools import count
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 from rolloutmq.bus.consumer.batch import Batch, StepSize
 from rolloutmq.bus.consumer.batch_reader import BatchReader, DecodedBatch
@@ -32,7 +33,10 @@ def wrong_reply(reply: replies.Reply, request: wire.Request) -> WireError:
     return WireError(f"broker: wrong type of reply to {type(request).__name__} (got {type(reply).__name__})")
 
 
-class BatchPuller:
+B = TypeVar("B", bound=Batch)
+
+
+class BatchPuller(Generic[B]):
     """Pulls batches for one consumer.
 
     Attributes:
@@ -42,11 +46,15 @@ class BatchPuller:
         link: Connection of the consumer.
         size: Size of a step, or of a lease of the window.
         split: Split of the groups.
+        make: Makes a batch of its attributes.
         window: Of a consumer that pulls groups as they come, see `Pull.window`; 0 for steps.
     """
 
-    def __init__(self, link: ConsumerConnection, size: StepSize, split: Split, window: int = 0) -> None:
+    def __init__(
+        self, link: ConsumerConnection, size: StepSize, split: Split, make: Callable[..., B], window: int = 0
+    ) -> None:
         self.wait = Wait.NONE
+        self._make = make
         self._window = window
         self._unanswered = ""
         """Request of a cancelled pull of a window: its lease is found by this id alone."""
@@ -58,7 +66,7 @@ class BatchPuller:
         self._nonce = os.urandom(8).hex()
         self._wait_log = WaitLog()
 
-    async def pull(self, step: int, version: PolicyVersion, until: float) -> Batch | None:
+    async def pull(self, step: int, version: PolicyVersion, until: float) -> B | None:
         """Return the batch of a step; None if there was none in time.
 
         Args:
@@ -123,8 +131,8 @@ class BatchPuller:
             arenas=self._reader.in_place,
         )
 
-    def _batch(self, reply: replies.Batch, decoded: DecodedBatch, version: PolicyVersion) -> Batch:
-        return Batch(
+    def _batch(self, reply: replies.Batch, decoded: DecodedBatch, version: PolicyVersion) -> B:
+        return self._make(
             groups=tuple(decoded.groups),
             deliveries=tuple(decoded.deliveries),
             rejected=tuple(decoded.rejected),

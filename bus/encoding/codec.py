@@ -11,7 +11,7 @@ frames.
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -31,7 +31,7 @@ from rolloutmq.schemas.errors import (
     UsageError,
     VersionMismatchError,
 )
-from rolloutmq.schemas.group import Column, Group, numpy_dtype
+from rolloutmq.schemas.group import Column, Group, check_kinds, numpy_dtype
 from rolloutmq.schemas.wire.control import Drain
 from rolloutmq.schemas.wire.envelope import (
     BIG_BLOCK_BYTES,
@@ -65,6 +65,10 @@ TABLES_KEPT: Final = 256
 
 _U32: Final = np.dtype("<u4")
 _OPAQUE: Final = Dtype.OPAQUE
+_BOOL: Final = Dtype.BOOL
+_UNREAD: Final = Column.opaque(None)
+_FEW_BYTES: Final = 4096
+"""Up to this many bytes, Python is faster than numpy."""
 _T = TypeVar("_T")
 
 
@@ -177,7 +181,7 @@ def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffe
         MalformedError: The body contradicts its header or its table.
     """
     arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
-    nbytes = sum(array.nbytes for array in arrays)
+    nbytes = sum([array.nbytes for array in arrays])
     if nbytes != header.nbytes or len(arrays) != header.frames:
         raise MalformedError(
             f"group {header.group_id}: size differs from the header (got {nbytes} bytes in {len(arrays)} frames, "
@@ -185,29 +189,29 @@ def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffe
         )
     if checksum(arrays) != header.crc:
         raise ChecksumError(f"group {header.group_id}: checksum differs from the header")
-    return _checked(header, _read_columns(table, _read_blocks(table, arrays)), env)
+    plan = _plan_of(table)
+    if plan.problem:
+        raise MalformedError(f"group {header.group_id}: {plan.problem}")
+    return _checked(header, _read_columns(plan, arrays), env)
 
 
 def _checked(header: GroupHeader, columns: dict[str, Column], env: str) -> Group:
     """Return the group of these columns; MalformedError if they contradict each other or the header."""
     name = header.group_id
-    missing = {"tokens", "mask", "scores"} - columns.keys()
-    if missing:
-        raise MalformedError(f"group {name}: column {sorted(missing)[0]} is missing")
+    group = Group.received(
+        name,
+        columns,
+        header.oldest,
+        header.newest,
+        header.started_at,
+        header.finished_at,
+        env,
+        header.task,
+        header.sequences,
+        header.tokens,
+    )
     try:
-        group = Group(
-            name,
-            columns,
-            header.oldest,
-            header.newest,
-            header.started_at,
-            header.finished_at,
-            env=env,
-            task=header.task,
-            sequences=header.sequences,
-            tokens=header.tokens,
-        )
-        group.check()
+        group.check_values()
     except (InvalidGroupError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise MalformedError(f"group {name}: {error}") from None
     tokens = columns["tokens"].values.size
@@ -250,7 +254,8 @@ def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
                 blocks.append(memoryview(opaque[name]))
         else:
             blocks.append(np.ascontiguousarray(column.values))
-    require_few(opaque)
+    if opaque:
+        require_few(opaque)
     return _table_of(tuple(specs)), blocks
 
 
@@ -261,55 +266,119 @@ def _table_of(specs: tuple[tuple[str, int, int, str], ...]) -> ColumnTable:
     )
 
 
-def _read_blocks(table: ColumnTable, arrays: Sequence[NDArray[np.uint8]]) -> list[NDArray[np.uint8]]:
-    size = table.blocks * ROW
-    if arrays[0].nbytes < size:
-        raise MalformedError(f"body: shorter than its directory (got {arrays[0].nbytes} bytes, needs {size})")
-    blocks: list[NDArray[np.uint8]] = []
-    for frame, offset, nbytes in struct.iter_unpack("<QQQ", arrays[0].data[:size]):
-        if frame >= len(arrays) or offset + nbytes > arrays[frame].nbytes:
-            raise MalformedError(f"block {len(blocks)}: ends outside its frame")
-        blocks.append(arrays[frame][offset : offset + nbytes])
-    return blocks
+class _ColumnPlan(NamedTuple):
+    """How to read one column."""
+
+    name: str
+    dtype: Dtype
+    kind: np.dtype[Any] | None
+    """Element type of the values; None for an opaque column."""
+    levels: int
+    """Blocks of lengths before the values."""
+    owner: str
+    """Column with the same lengths; empty if it has its own."""
 
 
-def _read_columns(table: ColumnTable, blocks: Sequence[NDArray[np.uint8]]) -> dict[str, Column]:
-    placed = []
-    at = 0
+class _TablePlan(NamedTuple):
+    """How to read the groups of a table: all that is the same for each of them."""
+
+    directory: struct.Struct
+    columns: tuple[_ColumnPlan, ...]
+    problem: str
+    """Why no group can have these columns; empty if one can."""
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def _plan_of(table: ColumnTable) -> _TablePlan:
+    plans: list[_ColumnPlan] = []
+    kinds: dict[str, tuple[Dtype, int]] = {}
+    problem = ""
     for spec in table.columns:
-        start, at = at, at + spec.blocks
-        placed.append((spec, blocks[start:at]))
-    # The number of values in all opaque columns is checked before the first of them is decoded.
-    check_values([own[-1].data for spec, own in placed if spec.dtype is _OPAQUE])
+        is_opaque, depth = spec.dtype is _OPAQUE, spec.depth
+        owner = "" if is_opaque else spec.lengths_of
+        if owner and (owner not in kinds or kinds[owner][1] != depth):
+            problem = problem or (
+                f"column {spec.name}: lengths_of must name an earlier column of the same depth (got {owner})"
+            )
+        if spec.name in kinds:
+            problem = problem or f"column {spec.name}: must be in its table once"
+        kind = None if is_opaque else numpy_dtype(spec.dtype)
+        plans.append(_ColumnPlan(spec.name, spec.dtype, kind, spec.blocks - 1, owner))
+        kinds[spec.name] = spec.dtype, 0 if is_opaque else depth
+    missing = sorted({"tokens", "mask", "scores"} - kinds.keys())
+    if missing:
+        problem = problem or f"column {missing[0]} is missing"
+    try:
+        if not problem:
+            check_kinds(kinds)
+    except (InvalidGroupError, KeyError) as error:
+        problem = str(error)
+    return _TablePlan(struct.Struct(f"<{table.blocks * ROW // 8}Q"), tuple(plans), problem)
+
+
+class _Blocks:
+    """The blocks of a body, in their order."""
+
+    def __init__(self, directory: struct.Struct, arrays: Sequence[NDArray[np.uint8]]) -> None:
+        if arrays[0].nbytes < directory.size:
+            raise MalformedError(
+                f"body: shorter than its directory (got {arrays[0].nbytes} bytes, needs {directory.size})"
+            )
+        self._arrays = arrays
+        self._rows = directory.unpack_from(arrays[0].data)
+        for at in range(0, len(self._rows), 3):
+            frame, offset, nbytes = self._rows[at : at + 3]
+            if frame >= len(arrays) or offset + nbytes > arrays[frame].nbytes:
+                raise MalformedError(f"block {at // 3}: ends outside its frame")
+        self._at = 0
+
+    def raw(self, skipped: int) -> memoryview:
+        """Return the next block, after some that are skipped."""
+        at = self._at + 3 * skipped
+        frame, offset, nbytes = self._rows[at : at + 3]
+        self._at = at + 3
+        return memoryview(self._arrays[frame])[offset : offset + nbytes]
+
+    def values(self, name: str, kind: np.dtype[Any]) -> NDArray[Any]:
+        """Return the next block as a view of its elements."""
+        at = self._at
+        frame, offset, nbytes = self._rows[at : at + 3]
+        self._at = at + 3
+        if nbytes % kind.itemsize:
+            raise MalformedError(
+                f"column {name}: block size must be a multiple of {kind.itemsize} (got {nbytes})"
+            )
+        return np.frombuffer(self._arrays[frame], kind, nbytes // kind.itemsize, offset)
+
+
+def _read_columns(plan: _TablePlan, arrays: Sequence[NDArray[np.uint8]]) -> dict[str, Column]:
+    blocks = _Blocks(plan.directory, arrays)
     columns: dict[str, Column] = {}
-    for spec, own in placed:
-        columns[spec.name] = _read_column(spec, own, columns)
+    opaque: dict[str, memoryview] = {}
+    for name, dtype, kind, levels, owner in plan.columns:
+        if kind is None:
+            opaque[name] = blocks.raw(levels)
+            columns[name] = _UNREAD
+            continue
+        own = [blocks.values(name, _U32) for _ in range(levels)]
+        lengths = columns[owner].lengths if owner else tuple(own)
+        values = blocks.values(name, kind)
+        if dtype is _BOOL:
+            _require_bools(name, values.view(np.uint8))
+        columns[name] = Column(dtype, values, lengths)
+    if opaque:
+        # The number of values in all opaque columns is checked before the first of them is decoded.
+        check_values(opaque.values())
+        for name, block in opaque.items():
+            columns[name] = Column.opaque(decode_value(block))
     return columns
 
 
-def _read_column(spec: ColumnSpec, blocks: Sequence[NDArray[np.uint8]], done: Mapping[str, Column]) -> Column:
-    if spec.dtype is _OPAQUE:
-        return Column.opaque(decode_value(blocks[-1].data))
-    if spec.lengths_of:
-        owner = done.get(spec.lengths_of)
-        if owner is None or owner.depth != spec.depth:
-            raise MalformedError(
-                f"column {spec.name}: lengths_of must name an earlier column of the same depth (got {spec.lengths_of})"
-            )
-        lengths = owner.lengths
-    else:
-        lengths = tuple([_view(spec.name, level, _U32) for level in blocks[:-1]])
-    return Column(spec.dtype, _view(spec.name, blocks[-1], numpy_dtype(spec.dtype)), lengths)
-
-
-def _view(name: str, raw: NDArray[np.uint8], dtype: np.dtype[Any]) -> NDArray[Any]:
-    if raw.nbytes % dtype.itemsize:
-        raise MalformedError(
-            f"column {name}: block size must be a multiple of {dtype.itemsize} (got {raw.nbytes})"
-        )
-    if dtype.kind == "b" and raw.size and raw.max() > 1:
+def _require_bools(name: str, raw: NDArray[np.uint8]) -> None:
+    if raw.size <= _FEW_BYTES and not raw.tobytes().translate(None, b"\0\1"):
+        return
+    if raw.size and raw.max() > 1:
         raise MalformedError(f"column {name}: bools must be 0 or 1 (got {raw.max()})")
-    return raw.view(dtype)
 
 
 def checksum(frames: Iterable[Buffer | NDArray[np.uint8]]) -> int:

@@ -331,7 +331,7 @@ class Producer:
             asyncio.get_running_loop().call_soon(self._waiters.shut, error)
             return True
         self._check_size(sent.group)
-        self._connection.send_soon()
+        self._connection.send_arrived()
         return True
 
     def _check_size(self, group: Group) -> None:

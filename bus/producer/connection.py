@@ -294,8 +294,10 @@ class ProducerConnection:
         """Schedule the sending of a group in the spool, and yield to the event loop now and then.
 
         Acks must be received and other tasks must run, but a turn of the loop costs as much as a small group. Groups of
-        one turn share a message.
+        one turn share a message. A group that no other one is under way with leaves at once.
         """
+        if self._send_alone():
+            return
         now = time.monotonic()
         if not self._turn_groups:
             self._turn_at = now
@@ -306,6 +308,18 @@ class ProducerConnection:
         if due or now - self._turn_at >= TURN_S:
             self.send()
             await asyncio.sleep(0)
+
+    def _send_alone(self) -> bool:
+        """Send the group that has just come into the spool if all before it are acked: others may not follow."""
+        if self._soon or len(self._session.spool) > 1:
+            return False
+        self.send()
+        return True
+
+    def send_arrived(self) -> None:
+        """Send a group that has just come into the spool: alone at once, otherwise in the loop's next turn."""
+        if not self._send_alone():
+            self.send_soon()
 
     def send_soon(self) -> None:
         """Send in the loop's next turn, together with the groups that arrive until then. Never waits."""

@@ -8,7 +8,6 @@ correlation frame are dropped. Only this module turns an `ErrorReply` into an ex
 import asyncio
 import struct
 import time
-from asyncio import FIRST_COMPLETED
 from collections.abc import Awaitable
 from contextlib import suppress
 from itertools import count
@@ -60,15 +59,16 @@ class BrokerClient:
         """Keys of the socket, and of further sockets to the same broker."""
         self._lent = context
         self._numbers = count(1)
-        self._waiting: dict[bytes, asyncio.Future[list[zmq.Frame]]] = {}
-        self._open: tuple[Scope, Channel, asyncio.Task[None]] | None = None
+        self._waiting: dict[bytes, asyncio.Future[list[zmq.Frame] | None]] = {}
+        """Answers by number; None only ends the wait."""
+        self._open: tuple[Scope, Channel] | None = None
 
     async def __aenter__(self) -> Self:
         scope = Scope(self._lent)
         socket = scope.connect(client_dealer, self.address, self.keys)
         channel = Channel(socket, watched(socket, self.address, self.keys))
-        reader = asyncio.create_task(self._read(channel), name=f"replies of {self.address}")
-        self._open = scope, channel, reader
+        channel.on_message(self._take)
+        self._open = scope, channel
         return self
 
     async def __aexit__(
@@ -85,14 +85,12 @@ class BrokerClient:
         """Close the socket; waiting requests raise ClosedError. May be called twice."""
         if self._open is None:
             return
-        scope, channel, reader = self._open
+        scope, channel = self._open
         self._open = None
-        for future in self._waiting.values():
-            future.cancel()
-        reader.cancel()
+        for answer in self._waiting.values():
+            _answer(answer, None)
         channel.close()
         scope.end()
-        await asyncio.wait({reader})
 
     async def request(
         self, message: Request, timeout_s: float = TIMEOUT_S, resend_s: float = RESEND_S
@@ -116,51 +114,58 @@ class BrokerClient:
     ) -> _Answer:
         """Like `request`, with the payload frames that follow a `Batch` or a `LatestExampleReply`."""
         number = struct.pack(">Q", next(self._numbers))
-        answer: asyncio.Future[list[zmq.Frame]] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        asked = [number, b"", codec.encode(message)]
         try:
-            asked = [number, b"", codec.encode(message)]
-            reply, frames = _decoded(await self._asked(asked, answer, timeout_s, resend_s))
+            reply, frames = _decoded(await self._asked(asked, timeout_s, resend_s))
         finally:
-            del self._waiting[number]
+            self._waiting.pop(number, None)
         return granted(reply, message), frames
 
-    async def _asked(
-        self,
-        frames: list[bytes],
-        answer: asyncio.Future[list[zmq.Frame]],
-        timeout_s: float,
-        resend_s: float,
-    ) -> list[zmq.Frame]:
+    async def _asked(self, frames: list[bytes], timeout_s: float, resend_s: float) -> list[zmq.Frame]:
         until = time.monotonic() + timeout_s
+        answer = self._expect(frames[0])
         while not answer.done() and (left := until - time.monotonic()) > 0:
             if self._open is None:
                 raise ClosedError
-            _, channel, reader = self._open
+            channel = self._open[1]
             patience_s = min(left, resend_s)
-            if channel.try_send(frames):
-                both: set[asyncio.Future[Any]] = {answer, reader}
-                await asyncio.wait(both, timeout=patience_s, return_when=FIRST_COMPLETED)
-                if reader.done() and not answer.done():
-                    reader.result()
-            else:
+            if not channel.try_send(frames):
                 await _for_at_most(channel.ready(zmq.POLLOUT), patience_s)
-        if not answer.done():
-            raise unavailable(self.address, timeout_s, self.problem)
-        if answer.cancelled():
+            elif (received := await _answered(answer, patience_s)) is not None:
+                return received
+            else:
+                answer = self._expect(frames[0])
+        if answer.done() and (received := answer.result()) is not None:
+            return received
+        if self._open is None:
             raise ClosedError
-        return answer.result()
+        raise unavailable(self.address, timeout_s, self.problem)
 
-    async def _read(self, channel: Channel) -> None:
-        while True:
-            await channel.ready(zmq.POLLIN)
-            while (frames := channel.try_receive_frames()) is not None:
-                self._take(frames)
+    def _expect(self, number: bytes) -> "asyncio.Future[list[zmq.Frame] | None]":
+        """Return the future of the answer with this number; after a wait in vain it needs another one."""
+        answer: asyncio.Future[list[zmq.Frame] | None] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        return answer
 
     def _take(self, frames: list[zmq.Frame]) -> None:
-        future = self._waiting.get(frames[0].bytes)
-        if future is not None and not future.done():
-            future.set_result(frames[1:])
+        if (answer := self._waiting.get(frames[0].bytes)) is not None:
+            _answer(answer, frames[1:])
+
+
+def _answer(answer: "asyncio.Future[list[zmq.Frame] | None]", frames: list[zmq.Frame] | None) -> None:
+    if not answer.done():
+        answer.set_result(frames)
+
+
+async def _answered(
+    answer: "asyncio.Future[list[zmq.Frame] | None]", patience_s: float
+) -> list[zmq.Frame] | None:
+    """Wait for an answer; None if there is none in time. The waiting task is woken by the answer itself."""
+    timer = asyncio.get_running_loop().call_later(patience_s, _answer, answer, None)
+    try:
+        return await answer
+    finally:
+        timer.cancel()
 
 
 class BlockingClient:

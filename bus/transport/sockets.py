@@ -36,6 +36,8 @@ Socket = zmq.Socket[bytes]
 BULK_HWM: Final = 64
 """Messages in a pipe of the data plane. It is small because a message may have megabytes and credit bounds the bytes
 exactly; with fewer, small groups stall on wake-ups."""
+BURST_MESSAGES: Final = 64
+"""Most messages that a channel hands over in one turn of the loop."""
 CONTROL_HWM: Final = 1000
 """Messages in a pipe of small control messages."""
 HANDSHAKE_MS: Final = 5000
@@ -357,9 +359,10 @@ class Channel:
         self._handshakes = handshakes
         self._retry: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._take: Callable[[list[zmq.Frame]], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._fd = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._look)
+        self._loop.add_reader(self._fd, self._on_readable)
         self._news = handshakes.fd if handshakes is not None else -1
         if handshakes is not None:
             self._loop.add_reader(self._news, self._shake)
@@ -370,6 +373,15 @@ class Channel:
         """What the last handshake failed for; empty if it did not."""
         return self._handshakes.problem if self._handshakes is not None else ""
 
+    def on_message(self, take: Callable[[list[zmq.Frame]], None]) -> None:
+        """Hand every message to a function, as frames that view the library's memory; nobody else may receive.
+
+        It is called in the turn of the loop in which the message has come: a task that waits for the socket gets its
+        turn later, and each turn costs a small message much of its time.
+        """
+        self._take = take
+        self._on_readable()
+
     def try_send(self, frames: Sequence[Any], *, copy: bool = True) -> bool:
         """Send one message if the socket accepts it now; return whether it did."""
         self._check_open()
@@ -378,7 +390,7 @@ class Channel:
         except zmq.Again:
             return False
         finally:
-            if self._waiting:
+            if self._waiting or self._take is not None:
                 self._look()
         return True
 
@@ -387,17 +399,6 @@ class Channel:
         self._check_open()
         try:
             return self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
-            return None
-        finally:
-            if self._waiting:
-                self._look()
-
-    def try_receive_frames(self) -> list[zmq.Frame] | None:
-        """Receive one message as frames that view the library's memory, or None if there is none now."""
-        self._check_open()
-        try:
-            return self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
         finally:
@@ -460,8 +461,28 @@ class Channel:
         if self._socket.closed:
             raise ClosedError
 
+    def _on_readable(self) -> None:
+        """Hand over what has come, and wake the tasks that wait."""
+        if self._take is not None:
+            self._hand_over(self._take)
+        if self._waiting and not self._socket.closed:
+            self._look()
+
+    def _hand_over(self, take: Callable[[list[zmq.Frame]], None]) -> None:
+        for _ in range(BURST_MESSAGES):
+            if self._socket.closed:
+                return  # by what took the last message
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            take(frames)
+        self._loop.call_soon(self._on_readable)
+
     def _look(self) -> int:
         events = int(self._socket.getsockopt(zmq.EVENTS))
+        if self._take is not None and events & zmq.POLLIN:
+            self._loop.call_soon(self._on_readable)  # it came since the last receive, and the edge is taken
         for wanted, future in self._waiting:
             if wanted & events and not future.done():
                 future.set_result(None)

@@ -45,6 +45,9 @@ BIG_BLOCK_BYTES: Final = 1 << 20
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 """Name of a producer, consumer, environment or run. It has no `/`, which ends a topic."""
 
+KnownName = Annotated[str, Meta(max_length=64)]
+"""A name that the reader compares with those it knows: no pattern needs to hold."""
+
 GroupId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 TaskRef = Annotated[str, Meta(max_length=128)]
@@ -122,7 +125,7 @@ class ColumnSpec(msgspec.Struct, frozen=True, array_like=True):
         return 1 if self.lengths_of else self.depth + 1
 
 
-class ColumnTable(msgspec.Struct, frozen=True, array_like=True, dict=True):
+class ColumnTable(msgspec.Struct, frozen=True, array_like=True, dict=True, cache_hash=True):
     """The columns of a group in the order of their blocks. Equal tables have equal ids in every process."""
 
     columns: Annotated[tuple[ColumnSpec, ...], Meta(max_length=COLUMNS_LIMIT)]
@@ -214,10 +217,10 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """
 
     version: int
-    producer: Name
+    producer: KnownName
     session: Count
-    run: Name
-    env: Name
+    run: KnownName
+    env: KnownName
     split: Split
     groups: Annotated[tuple[GroupHeader, ...], Meta(min_length=1, max_length=64)]
     offsets: Annotated[tuple[Count, ...], Meta(max_length=64)] = ()

@@ -225,7 +225,7 @@ class BrokerCore:
         state.permits_due = False
         self._publish_acks(now)
         self._publish_pressure(now, wall)
-        if len(state.hops.arrived) >= GATHERED:
+        if state.hops.ungathered >= GATHERED:
             state.hops.gather()
         if now >= self._latency_due:
             self._latency_due = now + self._latency_s

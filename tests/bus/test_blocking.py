@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.bus import blocking
 from rolloutmq.bus.blocking import Facade, LoopThread, _Outcome
 from rolloutmq.bus.consumer.client import BlockingConsumer, Consumer
 from rolloutmq.bus.producer.client import BlockingProducer, Producer
@@ -94,6 +95,27 @@ def test_an_interrupted_call_has_ended_when_the_interrupt_arrives(loop_thread: L
         loop_thread.run(wait_for_ever())
     assert ended
     assert loop_thread.run(asyncio.sleep(0, "usable")) == "usable"
+
+
+def test_a_call_that_is_cancelled_before_its_first_turn_ends(
+    loop_thread: LoopThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, began = threading.Event(), threading.Event()
+
+    class Interrupted(_Outcome[None]):
+        def wait(self, interrupted: Callable[[], None]) -> None:
+            interrupted()
+            held.set()
+            super().wait(interrupted)
+
+    async def work() -> None:
+        began.set()
+
+    monkeypatch.setattr(blocking, "_Outcome", Interrupted)
+    loop_thread.post(lambda: None if held.wait(30) else pytest.fail("not cancelled"))
+    with pytest.raises(ClosedError):
+        loop_thread.run(work())
+    assert not began.is_set()
 
 
 def test_a_function_gives_its_result_or_its_error(loop_thread: LoopThread) -> None:

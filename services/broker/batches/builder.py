@@ -143,6 +143,8 @@ class BatchBuilder:
         if _too_few_queued(queue, pull):
             self._no_fit_since.pop(stream, None)
             return Wait.NO_BATCH
+        if (alike := _take_alike(queue, pull)) is not None:
+            return alike
         floors = self._floors(queue.guaranteed, pull, now)
         if floors is None:
             return Wait.MIN_SHARE
@@ -291,6 +293,20 @@ class BatchBuilder:
                     groups += candidate.lane.take(size, number)
         groups.sort(key=lambda group: group.order)
         return BatchPlan(groups)
+
+
+def _take_alike(queue: SplitQueue[Lane], pull: Pull) -> BatchPlan | None:
+    """Take the oldest groups if one lane has all groups, of one size that divides the batch: there is no choice."""
+    if not pull.sequences or len(queue.stocked) != 1 or queue.guaranteed:
+        return None
+    (lane,) = queue.stocked
+    if len(lane.sizes) != 1:
+        return None
+    ((size, queued),) = lane.sizes.items()
+    count, rest = divmod(pull.sequences, size)
+    if rest or not pull.world_size <= count <= len(queued):
+        return None
+    return BatchPlan(sorted(lane.take(size, count), key=lambda group: group.order))
 
 
 def _sequences(group: StoredGroup) -> int:

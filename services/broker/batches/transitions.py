@@ -145,7 +145,8 @@ class GroupTransitions:
             rewound=again is not None,
             moments=moments,
         )
-        self._events.add(_leased(lease))
+        if self._events.recording:
+            self._events.add(_leased(lease))
         self.apply_lease(lease)
         return lease
 

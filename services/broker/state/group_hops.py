@@ -58,12 +58,15 @@ class GroupHops:
         self._has_begun = False
         self.arrived: list[StoredGroup] = []
         """New groups, appended as they are accepted; `gather` counts them."""
+        self._delivered: list[tuple[Sequence[StoredGroup], float]] = []
+        """Groups that were handed out for the first time, and when; `gather` counts them, behind the reply."""
+        self._delivered_groups = 0
         self._rows: dict[tuple[Hop, str, Split], RowRecorder] = {}
         self._clocks: dict[str, Clock] = {}
 
     def __bool__(self) -> bool:
         """Whether anything was measured since the last sample."""
-        return bool(self.arrived or self._recorder)
+        return bool(self.arrived or self._delivered or self._recorder)
 
     def heard(self, beat: WorkerBeat) -> None:
         """Note the clock of a worker; one on this host has that of the broker.
@@ -79,8 +82,17 @@ class GroupHops:
             while len(self._clocks) > CLOCKS_LIMIT:  # the one that was heard of longest ago
                 del self._clocks[next(iter(self._clocks))]
 
+    @property
+    def ungathered(self) -> int:
+        """Number of groups that `gather` has yet to count: new ones, and those handed out."""
+        return len(self.arrived) + self._delivered_groups
+
     def gather(self) -> None:
-        """Count rollout and way of the new groups; a time of 0 is unknown: the group was built without it."""
+        """Count rollout and way of the new groups, and the time in the queue of those handed out.
+
+        A time of 0 is unknown: the group was built without it.
+        """
+        self._gather_delivered()
         arrived, self.arrived = self.arrived, []
         if not self._enabled:
             return
@@ -98,17 +110,20 @@ class GroupHops:
             self._row(Hop.SEND, groups[0]).extend(sent_s, tokens, groups)
 
     def handed_out(self, groups: Sequence[StoredGroup], wall: float) -> None:
-        """Count the time in the queue of groups that are handed out; one that was delivered before does not count."""
-        if not self._enabled:
-            return
-        waited_s = [wall - group.accepted_wall for group in groups if group.deliveries == 1]
-        if len(waited_s) < len(groups):
-            groups = [group for group in groups if group.deliveries == 1]
-        if len({group.env for group in groups}) == 1:
-            self._row(Hop.QUEUE, groups[0]).extend(waited_s, _tokens(groups), groups)
-            return
-        for group, seconds in zip(groups, waited_s, strict=True):
-            self._row(Hop.QUEUE, group).add(seconds, group.header.tokens, group)
+        """Note the groups that are handed out; one that was delivered before does not count."""
+        if self._enabled:
+            self._delivered.append(([group for group in groups if group.deliveries == 1], wall))
+            self._delivered_groups += len(groups)
+
+    def _gather_delivered(self) -> None:
+        delivered, self._delivered, self._delivered_groups = self._delivered, [], 0
+        for groups, wall in delivered:
+            waited_s = [wall - group.accepted_wall for group in groups]
+            if len({group.env for group in groups}) == 1:
+                self._row(Hop.QUEUE, groups[0]).extend(waited_s, _tokens(groups), groups)
+                continue
+            for group, seconds in zip(groups, waited_s, strict=True):
+                self._row(Hop.QUEUE, group).add(seconds, group.header.tokens, group)
 
     def settled(self, groups: Sequence[StoredGroup], seconds: float) -> None:
         """Count the time with the trainer of groups that were handed out together; NaN if it is not known."""

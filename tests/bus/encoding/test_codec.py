@@ -466,6 +466,7 @@ def test_a_crafted_group_can_be_right() -> None:
         (PLAIN, [U1, U1 + b"\0", U1, bytes(8)]),
         (PLAIN, [U1, U1, U1, bytes(16)]),
         (PLAIN[:2], [U1, U1, U1]),
+        ([*PLAIN, PLAIN[2]], [U1, U1, U1, bytes(8), bytes(8)]),
         (PLAIN[1:], [U1, bytes(8)]),
         ([*PLAIN[:2], ColumnSpec("scores", Dtype.OPAQUE, 0)], [U1, U1, U1, b"\x91\x01"]),
         ([ColumnSpec("tokens", Dtype.OPAQUE, 0), *PLAIN[2:]], [b"\x91\x01", bytes(8)]),

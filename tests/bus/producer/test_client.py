@@ -217,6 +217,22 @@ async def test_messages_are_full_however_long_others_keep_the_loop(
     assert fake.messages == [1, PACK_GROUPS, PACK_GROUPS, PACK_GROUPS]
 
 
+async def test_a_group_that_no_other_is_under_way_with_leaves_at_once(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    """Before the loop's next turn; the next one waits for that turn, and shares a message."""
+    fake.arena_bytes = 1 << 20
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        await p.send(group("g-0"))
+        assert await p.flush(30)
+        await asyncio.sleep(0)
+        for index in range(1, 4):
+            await p.send(group(f"g-{index}"))
+        assert [entry.sends for entry in p._session.spool] == [1, 0, 0]
+        assert await p.flush(30)
+    assert fake.messages == [1, 1, 2]
+
+
 async def test_what_gets_room_at_once_leaves_in_one_message(
     fake: "FakeBroker", group: MakeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,57 @@ def test_both_directions_at_once_never_hang(tmp_path: Path) -> None:
         assert runner.run(talk()) == 6000
 
 
+async def test_every_message_is_handed_over_however_many_come_at_once(context: Context, address: str) -> None:
+    """More than one burst; sends of the same socket take the edge of messages that come in meanwhile."""
+    router = sockets.serve_router(context, 1 << 20)
+    router.bind(address)
+    server, client = Channel(router), Channel(sockets.client_dealer(context, address))
+    numbers: list[int] = []
+    total, all_there = 5 * sockets.BURST_MESSAGES, asyncio.Event()
+
+    def take(frames: list[zmq.Frame]) -> None:
+        numbers.append(int(frames[0].bytes))
+        if len(numbers) == total:
+            all_there.set()
+
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            client.on_message(take)
+            await client.send([b"hello"])
+            way, _ = await server.receive()
+            for number in range(total):
+                await server.send([way, b"%d" % number])
+                assert client.try_send([b"more"])
+            await all_there.wait()
+        assert numbers == list(range(total))
+    finally:
+        server.close()
+        client.close()
+
+
+async def test_what_takes_a_message_may_close_the_channel(context: Context, address: str) -> None:
+    push = sockets.producer_push(context, address)
+    pull = Channel(_pull(context, address))
+    taken = asyncio.Event()
+
+    def take(_: list[zmq.Frame]) -> None:
+        pull.close()
+        taken.set()
+
+    pull.on_message(take)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            sender = Channel(push)
+            await sender.send([b"1"])
+            sender.try_send([b"2"])
+            await taken.wait()
+        with pytest.raises(ClosedError):
+            pull.try_receive()
+    finally:
+        sender.close()
+        pull.close()
+
+
 async def test_close_ends_whoever_waits(context: Context, address: str) -> None:
     channel = Channel(_pull(context, address))
     waiting = asyncio.create_task(channel.receive())

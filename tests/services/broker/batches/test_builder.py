@@ -9,6 +9,7 @@ from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Batch, ErrorReply, NoBatch, Wait
 from rolloutmq.schemas.wire.requests import Pull
 from rolloutmq.services.broker.actions import Expired
+from rolloutmq.services.broker.batches import builder
 
 
 def wait_of(answer: object) -> Wait:
@@ -230,6 +231,36 @@ def test_no_batch_is_ever_over_unless_it_says_so_and_no_larger_group_is_stuck(
         larger -= batch.over
         bench.settle(batch, no_signal=True)
     assert larger == 0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(0, 4)), min_size=1, max_size=30),
+    st.sampled_from([2, 4, 6, 12]),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_batches_of_equal_groups_are_those_of_the_search(
+    groups: list[tuple[int, int]], target: int, alike: bool
+) -> None:
+    """The way of a queue without a choice gives the batches that composing them gives."""
+    built: list[list[tuple[str, ...]]] = []
+    for searched in (False, True):
+        bench = Bench(
+            config(broker={"exact_wait_s": 0.0}, batch=target, e={"group_size": 1, "max_staleness": 9})
+        )
+        bench.shadowed = False
+        with pytest.MonkeyPatch.context() as patch:
+            if searched:
+                patch.setattr(builder, "_take_alike", lambda *_: None)
+            peer = bench.producer(slots=99)
+            for size, step in groups:
+                peer.send(1, sequences=2 if alike else size, step=step)
+            bench.consumer()
+            built.append([])
+            while isinstance(batch := bench.pull(4, target), Batch):
+                built[-1].append(ids(batch))
+                bench.settle(batch, no_signal=True)
+    assert built[0] == built[1]
 
 
 def test_splits_never_mix() -> None:
