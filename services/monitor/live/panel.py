@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Final
 
+from rich.cells import chop_cells
+
 from rolloutmq.schemas.config.base import PROCESSES_LIMIT
+from rolloutmq.schemas.printable import printable
 from rolloutmq.services.monitor.live import keys
 from rolloutmq.services.monitor.live.listings import Entry, Listing, TableName, shown
 from rolloutmq.services.monitor.live.orders import Answer, Order
@@ -21,6 +24,11 @@ TYPED_LIMIT: Final = 100
 REASON: Final = "by hand in top"
 """Reason of a cordon."""
 _YES: Final = frozenset({"y", "Y"})
+
+
+def wrapped(line: str, width: int) -> list[str]:
+    """Return the rows of a line: its cells in order, none left out but a character that is wider than the screen."""
+    return [row for row in chop_cells(printable(line.expandtabs()), max(1, width)) if row] or [""]
 
 
 class Mode(Enum):
@@ -64,7 +72,8 @@ class Panel:
         running: Order that is carried out; None if there is none.
         is_paused: The picture stands still; events are received all the same.
         is_over: The operator leaves.
-        lines, line: The text that is read, and its first line on the screen.
+        lines: The text that is read.
+        rows, row: Its lines as wide as the screen, and the first of them on it.
     """
 
     table: TableName = TableName.WORKERS
@@ -76,7 +85,8 @@ class Panel:
     is_paused: bool = False
     is_over: bool = False
     lines: Sequence[str] = ()
-    line: int = 0
+    rows: Sequence[str] = ()
+    row: int = 0
     targets: dict[str, int] = field(default_factory=dict)
     """Number of workers of each environment, from which `+` and `-` count."""
     status: str = ""
@@ -90,6 +100,7 @@ class Panel:
     _page: int = 1
     _env: str = ""
     _count: int = 0
+    _wrapped_for: int = 0
 
     @property
     def view(self) -> View:
@@ -166,7 +177,8 @@ class Panel:
         self.running = None
         is_error = answer.code != 0
         if not order.note and not is_error:
-            self.lines, self.line, self.mode = answer.text.splitlines() or [""], 0, Mode.TEXT
+            self.lines, self.row, self.mode = answer.text.splitlines() or [""], 0, Mode.TEXT
+            self._wrapped_for = 0
             return
         last = (
             answer.text.splitlines()[-1]
@@ -369,7 +381,7 @@ class Panel:
     def _read(self, key: str) -> None:
         """Scroll the text, or close it."""
         if key in {"q", keys.ESCAPE, keys.ENTER, "e"}:
-            self.mode, self.lines = Mode.BROWSE, ()
+            self.mode, self.lines, self.rows = Mode.BROWSE, (), ()
             return
         steps = {
             keys.UP: -1,
@@ -379,16 +391,19 @@ class Panel:
             keys.PAGE_UP: -self._page,
             keys.PAGE_DOWN: self._page,
             " ": self._page,
-            keys.HOME: -len(self.lines),
-            "g": -len(self.lines),
-            keys.END: len(self.lines),
-            "G": len(self.lines),
+            keys.HOME: -len(self.rows),
+            "g": -len(self.rows),
+            keys.END: len(self.rows),
+            "G": len(self.rows),
         }
-        last = max(0, len(self.lines) - self._page)
-        self.line = max(0, min(self.line + steps.get(key, 0), last))
+        last = max(0, len(self.rows) - self._page)
+        self.row = max(0, min(self.row + steps.get(key, 0), last))
 
-    def page_of(self, room: int) -> Sequence[str]:
-        """Return the lines of the text that fit into the room."""
+    def page_of(self, room: int, width: int) -> Sequence[str]:
+        """Return the part of the text that fits into so many rows of so many cells; a longer line goes on below."""
+        if self._wrapped_for != width:
+            self._wrapped_for = width
+            self.rows = [row for line in self.lines for row in wrapped(line, width)]
         self._page = max(1, room)
-        self.line = max(0, min(self.line, len(self.lines) - self._page))
-        return self.lines[self.line : self.line + self._page]
+        self.row = max(0, min(self.row, len(self.rows) - self._page))
+        return self.rows[self.row : self.row + self._page]

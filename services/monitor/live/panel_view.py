@@ -49,16 +49,15 @@ def _help_line(keys: str, does: str) -> Text:
     return Text(f"  {keys:<14}", no_wrap=True, overflow="ellipsis").append(does, style=QUIET)
 
 
-def read_lines(panel: Panel, room: int) -> list[Text]:
-    """Return the part of the text that is read, at most `room` lines with its foot."""
-    lines = panel.page_of(max(1, room - 1))
-    total = len(panel.lines)
-    foot = f" {panel.line + 1} to {panel.line + len(lines)} of {total} lines"
+def read_lines(panel: Panel, room: int, width: int) -> list[Text]:
+    """Return the part of the text that is read, at most `room` lines of `width` cells with its foot."""
+    lines = panel.page_of(max(1, room - 1), width)
+    foot = f" {panel.row + 1} to {panel.row + len(lines)} of {len(panel.rows)} lines"
     return [*(_line(one) for one in lines), Text(foot, style=QUIET, no_wrap=True, overflow="ellipsis")]
 
 
 def _line(told: str) -> Text:
-    line = text(told.expandtabs())
+    line = text(told)
     line.no_wrap, line.overflow = True, "ellipsis"
     return line
 

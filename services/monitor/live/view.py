@@ -69,7 +69,9 @@ def _operated(board: RunState, panel: Panel, now: float, width: int, height: int
     if panel.mode in {Mode.HELP, Mode.TEXT}:
         head = above[:1] if room > 2 else []
         left = room - len(head)
-        body = panel_view.read_lines(panel, left) if panel.mode is Mode.TEXT else panel_view.help_lines()
+        body = (
+            panel_view.read_lines(panel, left, width) if panel.mode is Mode.TEXT else panel_view.help_lines()
+        )
         return Group(*_padded([*head, *body[:left]], room), foot)
     # A short table leaves its room to the figures; the rows of the last frame say how long it is.
     kept = max(0, room - min(TABLE_LINES, panel.total + 2) - 2)

@@ -155,12 +155,12 @@ def test_a_group_is_explained_at_once_and_its_text_is_read() -> None:
     (order,) = operator.press("4", "e")
     assert (order.command, order.arguments) == ("explain", ("g-a",))
     operator.panel.take(order, Answer(0, "\n".join(map(str, range(10)))), 0.0)
-    assert list(operator.panel.page_of(4)) == ["0", "1", "2", "3"]
+    assert list(operator.panel.page_of(4, 80)) == ["0", "1", "2", "3"]
     operator.press("j", "page down")
-    assert list(operator.panel.page_of(4)) == ["5", "6", "7", "8"]
+    assert list(operator.panel.page_of(4, 80)) == ["5", "6", "7", "8"]
     operator.press("G")
-    assert list(operator.panel.page_of(4)) == ["6", "7", "8", "9"]
-    assert operator.panel.page_of(100)[0] == "0"
+    assert list(operator.panel.page_of(4, 80)) == ["6", "7", "8", "9"]
+    assert operator.panel.page_of(100, 80)[0] == "0"
     operator.press("escape")
     assert operator.panel.mode is Mode.BROWSE
 

@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable
 
 import pytest
+from rich.cells import cell_len
 from rich.console import Console
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
@@ -98,6 +99,18 @@ def test_an_operator_s_table_has_room_where_the_figures_do_not_fit(crowd: RunSta
     assert sum("sort3-" in line and "ready" in line for line in lines) >= 5
     assert "RolloutMQ" in lines[0]
     assert "? help" in lines[-1]
+
+
+@pytest.mark.parametrize("width", [200, 80, 40, 13])
+def test_a_text_that_is_read_is_whole_at_any_width(crowd: RunState, width: int) -> None:
+    """A line of `explain` is longer than 80 cells; its end was cut off."""
+    panel, order = Panel(), Order("explain", ("g",))
+    line = "accepted\tsegment=1 " + "漢字" * 20 + " \u202eoffset=1065696 consumer=trainer-0"
+    panel.take(order, Answer(0, f"first\n\n{line}\nlast"), NOW)
+    told = drawn(crowd, panel, width, 400)
+    whole = f"first{line}last".replace("\t", " ").replace("\u202e", "\\u202e").replace(" ", "")
+    assert whole in "".join(told).replace(" ", "")
+    assert all(cell_len(row) <= width for row in told)
 
 
 def test_hostile_texts_are_escaped_in_every_table(crowd: RunState) -> None:
