@@ -499,7 +499,8 @@ def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
     )
     if summary["groups_trained"] is None:
         yield f"groups     {summary['groups_accepted']} accepted: {summary['groups_settled']} to your trainer, {rest}"
-        yield f"           `rolloutmq ledger verify {shell_word(layout.root)}` shows their states"
+        if layout.journal.is_dir():
+            yield f"           `rolloutmq ledger verify {shell_word(layout.root)}` shows their states"
         return
     yield (
         f"groups     {summary['groups_accepted']} accepted: {summary['groups_trained']} trained, "
@@ -508,6 +509,7 @@ def _groups(layout: RunLayout, summary: dict[str, Any]) -> Iterator[str]:
     if summary["groups_evaluated"]:
         yield f"           and {summary['groups_evaluated']} for evaluation"
     if summary["groups_trained_twice"] is None:
-        yield f"           of the broker's ledger; `rolloutmq ledger verify {shell_word(layout.root)}` checks it"
+        verify = f"; `rolloutmq ledger verify {shell_word(layout.root)}` checks it"
+        yield "           of the broker's ledger" + (verify if layout.journal.is_dir() else "")
         return
     yield f"           {summary['groups_lost']} lost, {summary['groups_trained_twice']} trained twice"

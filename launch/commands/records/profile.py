@@ -158,7 +158,7 @@ def _damage_of(layout: RunLayout) -> list[str]:
 def profile(run_dir: Path, *, as_json: bool) -> int:
     """Print the profile of a run; return the exit code. FAILED if nothing of it was recorded."""
     found = profiled(run_dir)
-    if not (found.hops or found.usage.start_s or found.usage.trainer_s):
+    if found.usage.is_unrecorded and not found.hops:
         nothing = f"{run_dir}: nothing was recorded yet: no event and no group"
         return complain("\n".join((nothing, *_unread(found))), FAILED)
     if as_json:

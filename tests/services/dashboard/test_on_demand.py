@@ -83,6 +83,22 @@ async def test_a_killed_server_comes_again_and_the_page_goes_on(
         assert (await asked(other.enter)).code == "token", "the link was used in the first life"
 
 
+async def test_after_a_restart_of_the_run_its_new_link_opens_the_page(config: RunConfig) -> None:
+    """At a fixed port a browser still sends the cookie of the earlier life, which counts no more."""
+    async with listening(config) as page:
+        browser = Browser(page.link)
+        assert (await asked(browser.enter)).status == 204
+    again = config.model_copy(
+        update={"dashboard": config.dashboard.model_copy(update={"port": browser.port})}
+    )
+    async with listening(again) as page:
+        assert (await asked(browser.get, "/api/state")).code == "session"
+        assert (await asked(browser.enter)).code == "token", "the old link"
+        browser.token = Browser(page.link).token
+        assert (await asked(browser.enter)).status == 204
+        assert (await asked(browser.state))["run"]["name"] == "mine"
+
+
 async def test_a_server_that_always_crashes_is_tried_seldom(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 
 from rolloutmq.services.telemetry.export.label_bound import OTHER, text_of
 from rolloutmq.services.telemetry.export.prometheus.catalogue import CATALOGUE, PREFIX, Kind, Spec
 
 Labels = tuple[str, ...]
-Buckets = Sequence[tuple[str, float]]
-"""Upper bounds as text, up to `+Inf`, with the durations up to each."""
+Buckets = Sequence[tuple[str, float, Exemplar | None]]
+"""Upper bounds as text, up to `+Inf`, with the durations up to each, and a duration in that bucket."""
 
 
 class Families(Collector):
@@ -65,5 +66,9 @@ def _single(spec: Spec, values: dict[Labels, float]) -> Metric:
 def _histogram(spec: Spec, found: dict[Labels, tuple[Buckets, float]]) -> Metric:
     family = HistogramMetricFamily(spec.name, spec.says, labels=spec.labels)
     for labels, (buckets, total) in found.items():
-        family.add_metric([*map(text_of, labels)], buckets, total)
+        shown = [
+            (text, count) if exemplar is None else (text, count, exemplar)
+            for text, count, exemplar in buckets
+        ]
+        family.add_metric([*map(text_of, labels)], shown, total)
     return family

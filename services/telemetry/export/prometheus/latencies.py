@@ -3,10 +3,14 @@
 Hops of groups are those that the broker measures. A worker measures its rollouts once more, which are sums by worker.
 
 The buckets of a sample are finer by far than those of the page. A duration within 2 % of a bound may count on either
-side of it. Counters begin at zero with each life of telemetry, and `rate` handles that: kept sums would be older than
-the last page, and a counter that falls a little counts again as a whole.
+side of it. The slowest group of a sample is the exemplar of its bucket: `rolloutmq explain` goes on with its id. Only
+OpenMetrics has exemplars.
+
+Counters begin at zero with each life of telemetry, and `rate` handles that: kept sums would be older than the last
+page, and a counter that falls a little counts again as a whole.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from itertools import accumulate
 from sys import float_info
@@ -14,6 +18,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from prometheus_client.samples import Exemplar
 
 from rolloutmq.schemas.statistics.histogram import BUCKETS, HistogramBuilder
 from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencyRow, LatencySample
@@ -27,6 +32,11 @@ BOUNDS_S: Final = (
     *(10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0),
 )
 """Upper bounds of the buckets, in seconds."""
+EXEMPLAR_LABEL: Final = "group_id"
+EXEMPLAR_CHARS: Final = 128 - len(EXEMPLAR_LABEL)
+"""Longest id of an exemplar: OpenMetrics has 128 characters for name and value, and a part of an id finds nothing."""
+LATEST_AT: Final = 1e11
+"""Latest time of an exemplar, in seconds since the epoch: the clock of a peer may say anything."""
 SERIES: Final = 512
 """Histograms of one page; further combinations of labels add up in `_other`."""
 
@@ -46,6 +56,8 @@ class _Series:
     total_s: float = 0.0
     tokens: int = 0
     clock_error_s: float = 0.0
+    exemplars: dict[int, Exemplar] = field(default_factory=dict)
+    """The slowest group of the last sample with one in that bucket."""
 
     def add(self, row: LatencyRow) -> None:
         durations = row.durations
@@ -56,9 +68,19 @@ class _Series:
         self.tokens += row.tokens
         self.clock_error_s = row.clock_error_s
 
+    def show(self, row: LatencyRow, at: float) -> None:
+        """Take the slowest group of a sample that was published at `at`, seconds since the epoch."""
+        if 0 < len(row.slowest_id) <= EXEMPLAR_CHARS and 0.0 < at < LATEST_AT:
+            place = bisect_left(BOUNDS_S, row.slowest_s)
+            self.exemplars[place] = Exemplar({EXEMPLAR_LABEL: row.slowest_id}, row.slowest_s, at)
+
     @property
-    def buckets(self) -> list[tuple[str, float]]:
-        return [*zip(_TEXTS, accumulate(self.counts.tolist()), strict=True)]
+    def buckets(self) -> list[tuple[str, float, Exemplar | None]]:
+        sums = accumulate(self.counts.tolist())
+        return [
+            (text, count, self.exemplars.get(place))
+            for place, (text, count) in enumerate(zip(_TEXTS, sums, strict=True))
+        ]
 
 
 Key = tuple[str, ...]
@@ -89,7 +111,10 @@ class LatencyMetrics:
             self._dropped[process] = self._dropped.get(process, 0) + sample.dropped_rows
         for row in sample.rows:
             if row.hop in {Hop.CALL, Hop.HTTP} or sample.name == BROKER:
-                self._at(self._key(row, process, now)).add(row)
+                series = self._at(self._key(row, process, now))
+                series.add(row)
+                if row.hop not in {Hop.CALL, Hop.HTTP}:
+                    series.show(row, sample.at)
             elif row.hop is Hop.ROLLOUT:
                 self._roll_out(row, sample.name, now)
 

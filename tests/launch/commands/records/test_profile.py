@@ -223,6 +223,19 @@ def test_a_run_without_a_record_says_so(run_dir: Path, capsys: pytest.CaptureFix
     assert "nothing was recorded yet" in capsys.readouterr().err
 
 
+def test_a_record_without_a_group_or_a_trainer_is_told(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its telemetry was started after the last group, at a broker without a journal: it said that nothing was there."""
+    made = Handmade(run_dir, "memory")
+    line = {"t": 5.0, "kind": "pressure", "epoch": 1, "settled_busy_s": 9.0}
+    made.layout.metrics.write_bytes(msgspec.json.encode(line) + b"\n")
+    assert profile(run_dir, as_json=False) == 0
+    told = capsys.readouterr().out
+    assert "no trainer has settled a batch and gone on" in told
+    assert "no hops: at durability `memory` the broker keeps no journal" in told
+
+
 def test_the_fields_are_those_of_the_event() -> None:
     own = {"t", "kind", "name", "busy", "env", "bound", "want"}
     own |= {"worker_states", "trimmed"}  # of the recorder

@@ -68,8 +68,8 @@ def pressure(
     return Pressure(epoch=epoch, lanes=tuple(lanes), workers=tuple(workers), **(given | fields))
 
 
-def latency(*rows: LatencyRow, name: str = "broker", **fields: Any) -> LatencySample:
-    return LatencySample(name=name, number=1, at=0.0, since_s=1.0, host="h", rows=rows, **fields)
+def latency(*rows: LatencyRow, name: str = "broker", at: float = 0.0, **fields: Any) -> LatencySample:
+    return LatencySample(name=name, number=1, at=at, since_s=1.0, host="h", rows=rows, **fields)
 
 
 def row(hop: Hop, durations_s: Iterable[float], **fields: Any) -> LatencyRow:

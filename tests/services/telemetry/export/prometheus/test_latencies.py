@@ -1,13 +1,17 @@
 """Samples of latency add up to histograms that Prometheus understands."""
 
+import msgspec
 import pytest
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from tests.services.telemetry.export.events import latency, row
-from tests.services.telemetry.export.prometheus.pages import key, metrics_of, read
+from tests.services.telemetry.export.prometheus.pages import key, metrics_of, read, text_of
 
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.schemas.wire.latency import Hop
+from rolloutmq.schemas.wire.latency import Hop, LatencySample
 from rolloutmq.services.telemetry.export.prometheus.bounds import CHURN_S, PROCESSES
 from rolloutmq.services.telemetry.export.prometheus.latencies import BOUNDS_S, SERIES
+from rolloutmq.services.telemetry.export.prometheus.run_metrics import SelfCounts
 
 QUEUE = {"hop": "queue", "env": "math", "split": "train"}
 
@@ -27,6 +31,56 @@ def test_durations_add_up_in_buckets() -> None:
     assert page[key("hop_duration_seconds_count", **QUEUE)] == 4
     assert page[key("hop_duration_seconds_sum", **QUEUE)] == pytest.approx(9000.603)
     assert page[key("hop_tokens_total", **QUEUE)] == 40
+
+
+def exemplars(*samples: LatencySample) -> dict[str, tuple[str, float, float]]:
+    """Return id, seconds and time of the exemplar of each bucket of the queue, by its bound."""
+    encode, kind = choose_encoder("application/openmetrics-text;version=1.0.0")
+    assert kind.startswith("application/openmetrics-text")
+    page = encode(metrics_of(samples).families(0.0, SelfCounts(1, 2, (), ()))).decode()
+    return {
+        one.labels["le"]: (
+            one.exemplar.labels["group_id"],
+            one.exemplar.value,
+            float(one.exemplar.timestamp or 0.0),
+        )
+        for family in text_string_to_metric_families(page)  # type: ignore[no-untyped-call]
+        for one in family.samples
+        if one.exemplar is not None and one.labels.get("hop") == "queue"
+    }
+
+
+def test_the_slowest_group_of_a_sample_is_the_exemplar_of_its_bucket() -> None:
+    slow = row(Hop.QUEUE, [0.003, 0.3], env="math", slowest_s=0.3, slowest_id='g-"7"\n')
+    later = row(Hop.QUEUE, [0.4, 7000.0], env="math", slowest_s=7000.0, slowest_id="g-8")
+    call = row(Hop.CALL, [0.3], env="math", engine="e", status="2xx", slowest_s=0.3, slowest_id="x")
+    found = exemplars(latency(slow, call, at=12.5), latency(later, at=13.5))
+    assert found == {"0.5": ('g-"7"\n', 0.3, 12.5), "+Inf": ("g-8", 7000.0, 13.5)}
+    again = row(Hop.QUEUE, [0.25], env="math", slowest_s=0.25, slowest_id="g-9")
+    found = exemplars(latency(slow, at=12.5), latency(again, at=14.0))
+    assert found == {"0.5": ("g-9", 0.25, 14.0)}, "the last one"
+
+
+@pytest.mark.parametrize("bound", BOUNDS_S)
+def test_an_exemplar_lies_in_its_bucket(bound: float) -> None:
+    for seconds, le in (
+        (bound, str(bound)),
+        (bound * 1.001, [*map(str, BOUNDS_S), "+Inf"][BOUNDS_S.index(bound) + 1]),
+    ):
+        slow = row(Hop.QUEUE, [seconds], env="math", slowest_s=seconds, slowest_id="g")
+        assert [*exemplars(latency(slow, at=1.0))] == [le]
+
+
+@pytest.mark.parametrize(("group_id", "at"), [("g" * 121, 1.0), ("", 1.0), ("g", 0.0), ("g", 1e300)])
+def test_what_openmetrics_cannot_tell_is_no_exemplar(group_id: str, at: float) -> None:
+    slow = row(Hop.QUEUE, [0.3], env="math", slowest_s=0.3, slowest_id=group_id)
+    assert exemplars(latency(slow, at=at)) == {}
+    assert exemplars(latency(msgspec.structs.replace(slow, slowest_id="g" * 120), at=1.0)) != {}
+
+
+def test_the_text_format_has_no_exemplars() -> None:
+    slow = row(Hop.QUEUE, [0.3], env="math", slowest_s=0.3, slowest_id="g-7")
+    assert "g-7" not in text_of(metrics_of([latency(slow, at=1.0)]))
 
 
 @pytest.mark.parametrize("bound", BOUNDS_S)
