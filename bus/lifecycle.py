@@ -32,12 +32,14 @@ from rolloutmq.schemas.errors import (
     NotPrivateError,
     PackageMissingError,
     RecordVersionError,
+    RefusedError,
     RolloutMQError,
     RunDirInUseError,
     WorkersFailedError,
 )
 from rolloutmq.schemas.printable import error_line, error_text, printable, printable_lines
 from rolloutmq.schemas.process import PERMANENT_FAILURE
+from rolloutmq.schemas.wire.envelope import ErrorCode
 
 logger = logging.getLogger(__name__)
 
@@ -234,9 +236,14 @@ def log_failure(name: str, error: BaseException) -> int:
     with suppress(OSError):  # the exit code tells the rest
         sys.stderr.write(f"error: {reason}\n")
         sys.stderr.flush()
-    if any(isinstance(leaf, _HOPELESS) for leaf in leaves):
+    if any(isinstance(leaf, _HOPELESS) or _is_forbidden(leaf) for leaf in leaves):
         return PERMANENT_FAILURE
     return IN_USE if any(isinstance(leaf, RunDirInUseError) for leaf in leaves) else FAILED
+
+
+def _is_forbidden(error: BaseException) -> bool:
+    """Return whether the broker refused what this key may not do: only a person can give another key, or a name."""
+    return isinstance(error, RefusedError) and error.code is ErrorCode.FORBIDDEN
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

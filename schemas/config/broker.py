@@ -59,8 +59,9 @@ class BrokerConfig(Section):
     max_group_bytes: PositiveInt = 64 * MIB
     """Largest accepted group."""
     overhead_bytes: Annotated[int, Field(ge=64 * MIB)] = 512 * MIB
-    """Memory limit of the broker beyond its groups, on top of `high_bytes`. Above it the broker drops every connection,
-    because unfinished messages of some peer fill its memory. Correct peers reconnect and lose nothing."""
+    """Memory limit of the broker beyond its groups, on top of `high_bytes`. Above it the broker drops connections,
+    those of other hosts first: unfinished messages of some peer fill its memory. Correct peers reconnect and lose
+    nothing."""
     retain_bytes: PositiveInt = 256 * MIB
     """Trained groups kept for a trainer that resumes from a checkpoint. Above it the broker asks for a checkpoint."""
     ack_interval_s: PositiveFloat = 0.25

@@ -189,7 +189,6 @@ def _started(
     )
     _reconcile(core, dead)
     accounts = MemoryAccounts(core, ram, journal)
-    memory_guard = MemoryGuard(bound.addresses, config.broker.overhead_bytes, accounts) if alone else None
     logs = BrokerLogs(dropped, settled)
     door = None
     if listener is not None:
@@ -197,6 +196,7 @@ def _started(
         endpoints = listener.bind(bound, endpoints, previous)
         core.bound(endpoints)
         door = listener.door(layout, endpoints.listen)
+    memory_guard = MemoryGuard(bound.addresses, config.broker.overhead_bytes, accounts) if alone else None
     plane = DataPlane(
         core,
         bound,

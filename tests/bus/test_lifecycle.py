@@ -31,8 +31,10 @@ from rolloutmq.schemas.errors import (
     NothingToLearnError,
     PackageMissingError,
     RecordVersionError,
+    RefusedError,
 )
 from rolloutmq.schemas.process import PERMANENT_FAILURE
+from rolloutmq.schemas.wire.envelope import ErrorCode
 
 
 def test_handlers_and_mask_are_put_back() -> None:
@@ -69,6 +71,8 @@ def test_a_drain_that_came_too_early_arrives_when_the_handler_stands() -> None:
         (MissingError("config.json", "start it"), 1, "error: config.json is missing: start it"),
         (PackageMissingError("the package x", "install it"), PERMANENT_FAILURE, "the package x is missing"),
         (ConfigError("model.path", "is bad"), PERMANENT_FAILURE, "error: model.path: is bad"),
+        (RefusedError(ErrorCode.FORBIDDEN, "no"), PERMANENT_FAILURE, "request refused (forbidden): no"),
+        (RefusedError(ErrorCode.CONFLICT, "no"), 1, "request refused (conflict): no"),
         (NothingToLearnError(100, "flat"), PERMANENT_FAILURE, "flat"),
         (RecordVersionError("journal", 2, 3), PERMANENT_FAILURE, "got version 2, this one reads version 3"),
         (ValueError("a\nb"), 1, "error: ValueError: a b"),

@@ -27,6 +27,7 @@ from rolloutmq.services.broker.requests.roles import refusal
 COUNT_LIMIT: Final = 1024
 """Most workers of one command."""
 _BASE: Final = re.compile(r"[A-Za-z0-9_]{1,40}")
+_RELAY: Final = re.compile(re.escape(PREFIX) + _BASE.pattern)
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,9 @@ def join_relay(passing: Passing, way: Way) -> int:
         RefusedError: A key of this role may not have the weights.
     """
     name = f"{PREFIX}{way.base}"
-    _require_names([name, *filter(None, [passing.behind])])
+    _require_names([name])
+    if passing.behind and _RELAY.fullmatch(passing.behind) is None:
+        raise ConfigError("--behind", f"must be the name of a relay, relay.NAME (got {passing.behind!r})")
     if passing.behind == name:
         raise ConfigError("--behind", f"names this relay itself (got {name}); name another one")
     if passing.listen and host_and_port(passing.listen) is None:

@@ -47,7 +47,7 @@ from rolloutmq.services.broker.io.admission import Admission
 from rolloutmq.services.broker.io.deferred_replies import DeferredReplies
 from rolloutmq.services.broker.io.door import Door
 from rolloutmq.services.broker.io.fd_guard import FdGuard
-from rolloutmq.services.broker.io.memory_guard import MemoryGuard
+from rolloutmq.services.broker.io.memory_guard import REMOTE_CUTS, MemoryGuard, MemoryRemedy
 from rolloutmq.services.broker.io.receive import (
     Arrival,
     discard,
@@ -330,12 +330,17 @@ class DataPlane:
 
     def _guard_memory(self, now: float) -> None:
         """Free memory that peers fill with unfinished messages; honest peers resend."""
-        if self._memory_guard is None or not self._memory_guard.check(now):
+        if self._memory_guard is None:
             return
-        self._reject("sockets: unfinished messages")
+        remedy = self._memory_guard.check(now)
+        if remedy not in REMOTE_CUTS:
+            return
+        whose = "" if remedy is MemoryRemedy.CUT else " of other hosts"
+        self._reject(f"sockets: unfinished messages{whose}")
         if not self._accepts_groups():
             for socket in self._sockets.ingests:
-                discard(socket, now + DISCARD_S)
+                if remedy is MemoryRemedy.CUT or socket is not self._sockets.ingest:
+                    discard(socket, now + DISCARD_S)
 
     def _commit(self) -> None:
         """Advance the journal, and send the replies that became durable."""

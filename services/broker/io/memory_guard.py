@@ -5,12 +5,15 @@ never send it. Such memory is in no count and below no high-water mark. It shows
 process's memory and the memory the broker's state explains. Below `overhead_bytes` nothing is done. Above it, in
 this order:
 
-    trim   the allocator returns free memory to the system
-    cut    every connection is shut down, and with it the unfinished message that came by it
+    trim          the allocator returns free memory to the system
+    cut senders   the connections by the listener that took in most since the memory was last as it should be
+    cut remote    every connection by the listener
+    cut           every connection
 
-After a cut the library frees the unfinished messages. Sockets and addresses stay bound, and every honest peer
-reconnects by itself and resends unacked groups. The guard cannot tell peers apart: the kernel counts no bytes of a
-unix socket.
+A connection that is shut down loses the unfinished message that came by it: the library frees it. Sockets and addresses
+stay bound, and every honest peer reconnects by itself and resends unacked groups. Clients of the broker's host cannot
+be told apart, since the kernel counts no bytes of a unix socket. They are cut only if the connections of other hosts
+took in less than half of the unexplained memory: such a peer must not be able to end theirs.
 
 Memory that remains after a cut did not belong to the sockets. It is accepted until it shrinks; the next cut comes
 when another `overhead_bytes` has been added. An error in the accounting therefore costs each peer one pause, and a
@@ -23,7 +26,7 @@ import math
 import os
 import socket
 import struct
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -46,11 +49,24 @@ SHORTEST_S: Final = 0.01
 SETTLE_S: Final = 0.03
 """Duration of a cut: 0.4 GiB were free after 0.03 s. Also the first pause after a trim in vain."""
 
+REMOTE_SETTLE_S: Final = 0.1
+"""Duration of a cut of other hosts: the next one meets more peers, so it comes only if this one did not help."""
+
+FREE_S: Final = 0.5
+"""Longest time that the library takes to free what a cut connection held."""
+
+NOTE_S: Final = 5.0
+"""Time between two notes of what each connection of other hosts took in: with a thousand a note takes 10 ms."""
+
 TRIM_AGAIN_S: Final = 30.0
 """Longest pause between two trims in vain; the pauses double."""
 
 TRIM_FRESH_S: Final = 1.0
 """A cut needs a trim at most this old."""
+
+
+Peer = tuple[str, int, int]
+"""One TCP connection: host and port of its other end, and the own port."""
 
 
 class MemoryRemedy(Enum):
@@ -59,8 +75,17 @@ class MemoryRemedy(Enum):
     NOTHING = auto()
     TRIM = auto()
     """Let the allocator return free memory, and check again at once."""
+    CUT_SENDERS = auto()
+    """Shut down the connections of other hosts that took in most."""
+    CUT_REMOTE = auto()
+    """Shut down every connection of other hosts."""
     CUT = auto()
     """Shut down every connection."""
+
+
+LOCAL_CUTS: Final = (MemoryRemedy.CUT,)
+REMOTE_CUTS: Final = (MemoryRemedy.CUT_SENDERS, MemoryRemedy.CUT_REMOTE, MemoryRemedy.CUT)
+"""The order of cuts, without and with a listener."""
 
 
 class UnexplainedMemory:
@@ -68,24 +93,46 @@ class UnexplainedMemory:
 
     Args:
         allowance_bytes: Accepted unexplained memory.
+        cuts: The cuts in their order; the last one is that of every connection.
 
     Attributes:
         due: When to check again, in monotonic seconds.
+        is_calm: Whether less than half of the accepted memory was unexplained at the last check.
     """
 
-    def __init__(self, allowance_bytes: int) -> None:
+    def __init__(self, allowance_bytes: int, cuts: Sequence[MemoryRemedy] = LOCAL_CUTS) -> None:
         self.due = -math.inf
+        self.is_calm = True
+        self._cuts = cuts
+        self._next = 0
+        """Number of the next cut: each one that does not help is followed by a harder one."""
         self._allowance = allowance_bytes
         self._lasting: float = 0
         """Least unexplained memory since the last cut; infinite before the first check."""
         self._trimmed_at = self._trim_due = -math.inf
         self._pause_s = SETTLE_S
 
-    def look(self, now: float, held_bytes: int, accounted_bytes: int) -> MemoryRemedy:
-        """Compare the process's memory with the accounted memory."""
+    def look(
+        self,
+        now: float,
+        held_bytes: int,
+        accounted_bytes: int,
+        remote_bytes: Callable[[], int] = lambda: 0,
+    ) -> MemoryRemedy:
+        """Compare the process's memory with the accounted memory.
+
+        Args:
+            now: Monotonic seconds.
+            held_bytes: Memory of the process.
+            accounted_bytes: Memory the broker's state explains.
+            remote_bytes: Returns the bytes that present connections of other hosts took in since the memory was last
+                as it should be; asked before a cut.
+        """
         over = held_bytes - accounted_bytes
         self._lasting = min(self._lasting, over)
+        self.is_calm = over <= self._allowance // 2
         if over <= self._allowance:
+            self._next = 0
             self._trim_due, self._pause_s = -math.inf, SETTLE_S
             self.due = now + _pause_s(self._allowance - over)
             return MemoryRemedy.NOTHING
@@ -93,7 +140,7 @@ class UnexplainedMemory:
         if now >= self._trim_due or (beyond and now - self._trimmed_at > TRIM_FRESH_S):
             return self._trim(now)
         if beyond:
-            return self._cut(now)
+            return self._cut(now, can_be_remote=2 * remote_bytes() >= over)
         self.due = min(self._trim_due, now + _pause_s(self._limit - over))
         return MemoryRemedy.NOTHING
 
@@ -107,12 +154,20 @@ class UnexplainedMemory:
         self._pause_s = min(2 * self._pause_s, TRIM_AGAIN_S)
         return MemoryRemedy.TRIM
 
-    def _cut(self, now: float) -> MemoryRemedy:
+    def _cut(self, now: float, *, can_be_remote: bool) -> MemoryRemedy:
+        *remote, every = self._cuts
+        if remote and can_be_remote:
+            remedy = remote[min(self._next, len(remote) - 1)]
+            self._next += 1
+            self._trim_due = self.due = now + REMOTE_SETTLE_S
+            self._trimmed_at = -math.inf
+            return remedy
+        self._next = 0
         self._lasting = math.inf
         self._pause_s = SETTLE_S
         self._trim_due = now + SETTLE_S
         self.due = now + SHORTEST_S
-        return MemoryRemedy.CUT
+        return every
 
 
 def _pause_s(room_bytes: float) -> float:
@@ -130,6 +185,9 @@ LOG_S: Final = 30.0
 """Least time between two lines of the log."""
 
 _STATUS: Final = Path("/proc/self/status")
+
+_TAKEN: Final = 128
+"""Place of `tcpi_bytes_received` in the kernel's `tcp_info`."""
 
 _RESET: Final = struct.pack("ii", 1, 0)
 """Over tcp, reset the connection on close: a peer with a closed window would wait a minute for it to open."""
@@ -173,39 +231,91 @@ class MemoryGuard:
 
     def __init__(self, addresses: Sequence[str], allowance_bytes: int, accounted: Callable[[], int]) -> None:
         self._addresses = addresses
-        self._unexplained = UnexplainedMemory(allowance_bytes)
+        self._remote = [address for address in addresses if address.startswith("tcp://")]
+        self._unexplained = UnexplainedMemory(allowance_bytes, REMOTE_CUTS if self._remote else LOCAL_CUTS)
         self._accounted = accounted
         self._logged_at = float("-inf")
+        self._note_due = float("-inf")
+        self._taken: dict[Peer, int] = {}
+        """Bytes that each connection of other hosts had taken in when the memory was last as it should be."""
+        self._cut_bytes, self._cut_at = 0, float("-inf")
+        """Bytes that the connections of the last cut of other hosts took in, and its time."""
 
     @property
     def due(self) -> float:
         """When to check again, in monotonic seconds."""
         return self._unexplained.due
 
-    def check(self, now: float) -> bool:
-        """Check the memory, if it is due, and apply the remedy; True if the connections were cut."""
+    def check(self, now: float) -> MemoryRemedy:
+        """Check the memory, if it is due, apply the remedy, and return it."""
         if now < self.due:
-            return False
+            return MemoryRemedy.NOTHING
         remedy = self._look(now)
         if remedy is MemoryRemedy.TRIM:
             trim()
             remedy = self._look(now)
-        return remedy is MemoryRemedy.CUT
+        if self._remote and self._unexplained.is_calm and now >= self._note_due:
+            self._note_due = now + NOTE_S
+            self._taken = taken_by(self._remote) or self._taken
+        return remedy
 
     def _look(self, now: float) -> MemoryRemedy:
         held, accounted = held_bytes(), self._accounted()
-        remedy = self._unexplained.look(now, held, accounted)
-        if remedy is MemoryRemedy.CUT:
-            count = cut(self._addresses)
+        remedy = self._unexplained.look(now, held, accounted, lambda: self._remote_bytes(now))
+        if remedy in REMOTE_CUTS:
+            count = self._cut(remedy, now, held - accounted)
             if now - self._logged_at >= LOG_S:
                 self._logged_at = now
                 logger.warning(
-                    "memory limit reached, all connections cut held=%d accounted=%d connections=%d",
-                    held,
-                    accounted,
-                    count,
+                    "memory limit reached, connections cut remedy=%s held=%d accounted=%d connections=%d",
+                    *(remedy.name.lower(), held, accounted, count),
                 )
         return remedy
+
+    def _remote_bytes(self, now: float) -> int:
+        """Return what connections of other hosts took in, those that were just cut included: they may still hold it."""
+        lately = self._cut_bytes if now - self._cut_at < FREE_S else 0
+        return sum(self._grown().values()) + lately
+
+    def _grown(self) -> dict[Peer, int]:
+        taken = taken_by(self._remote) if self._remote else {}
+        return {peer: max(0, count - self._taken.get(peer, 0)) for peer, count in taken.items()}
+
+    def _cut(self, remedy: MemoryRemedy, now: float, over_bytes: int) -> int:
+        if remedy is MemoryRemedy.CUT:
+            return cut(self._addresses)
+        grown = self._grown()
+        wanted = most(grown, over_bytes) if remedy is MemoryRemedy.CUT_SENDERS else grown.keys()
+        self._cut_bytes, self._cut_at = sum(grown[peer] for peer in wanted), now
+        return cut(self._remote, only=wanted)
+
+
+def most(grown: Mapping[Peer, int], nbytes: int) -> set[Peer]:
+    """Return the fewest connections that together took in so many bytes, those with the most first.
+
+    Args:
+        grown: Bytes that each has taken in lately.
+        nbytes: What they may hold together.
+    """
+    found: set[Peer] = set()
+    for peer, count in sorted(grown.items(), key=lambda one: -one[1]):
+        if nbytes <= 0 or count <= 0:
+            break
+        found.add(peer)
+        nbytes -= count
+    return found
+
+
+def taken_by(addresses: Sequence[str]) -> dict[Peer, int]:
+    """Return the bytes that each TCP connection to one of the addresses has taken in."""
+    names = {_name(address) for address in addresses}
+    found: dict[Peer, int] = {}
+    for connection in _connections():
+        with connection, suppress(OSError, struct.error):
+            if _own_name(connection) in names and not _listens(connection):
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TAKEN + 8)
+                found[_peer(connection)] = struct.unpack_from("=Q", info, _TAKEN)[0]
+    return found
 
 
 def held_bytes() -> int:
@@ -228,18 +338,23 @@ def trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def cut(addresses: Sequence[str], peers: Container[str] | None = None) -> int:
+def cut(
+    addresses: Sequence[str], peers: Container[str] | None = None, only: Container[Peer] | None = None
+) -> int:
     """Shut down every connection of this process made to one of the addresses; return how many.
 
     Args:
         addresses: Bound addresses.
         peers: Cut only connections that came from these hosts, by TCP; None for all.
+        only: Cut only these connections, by TCP; None for all.
     """
     names = {name for address in addresses if (name := _name(address)) is not None}
     count = 0
     for connection in _connections():
         with connection, suppress(OSError):
             if _own_name(connection) not in names or _listens(connection):
+                continue
+            if only is not None and _peer(connection) not in only:
                 continue
             if peers is None or _host_of(connection) in peers:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -262,8 +377,14 @@ def listeners(addresses: Sequence[str]) -> list[socket.socket]:
 
 
 def _connections() -> Iterator[socket.socket]:
-    """Yield a second descriptor of each socket of this process: the library may close the first at any time."""
-    for entry in list(Path("/proc/self/fd").iterdir()):  # not those that the caller keeps open meanwhile
+    """Yield a second descriptor of each socket of this process: the library may close the first at any time.
+
+    Yields none while this process is out of descriptors.
+    """
+    entries: list[Path] = []
+    with suppress(OSError):
+        entries += Path("/proc/self/fd").iterdir()  # not those that the caller keeps open meanwhile
+    for entry in entries:
         with suppress(OSError):
             if str(entry.readlink()).startswith("socket:"):
                 yield _duplicate(int(entry.name))
@@ -290,6 +411,12 @@ def _host_of(connection: socket.socket) -> str:
     """Return the address of the host at the other end of a TCP connection."""
     name = connection.getpeername()
     return str(name[0]).partition("%")[0] if isinstance(name, tuple) else ""
+
+
+def _peer(connection: socket.socket) -> Peer:
+    """Return what tells one TCP connection from another: host and port of the other end, and the own port."""
+    name = connection.getpeername()
+    return str(name[0]), int(name[1]), int(connection.getsockname()[1])
 
 
 def _listens(connection: socket.socket) -> bool:

@@ -11,6 +11,7 @@ import pytest
 
 from rolloutmq.bus.encoding import codec
 from rolloutmq.schemas.wire.control import LedgerCounts, Pressure, StepDone, WorkerState, WorkerStatus
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.services.telemetry.recorder import (
     DENSE_S,
     LINE_LIMIT_BYTES,
@@ -91,6 +92,15 @@ def test_each_event_is_one_line_with_its_fields(tmp_path: Path) -> None:
     assert line["t"] == 100.25
     assert line["topic"] == "step"
     assert (line["kind"], line["step"], line["reward"], line["tokens"]) == ("step_done", 3, 0.5, 7)
+
+
+def test_the_state_of_other_hosts_is_passed_on_and_not_recorded(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "metrics.jsonl")
+    status = NetworkStatus(listen="tcp://h:1")
+    assert recorder.record(b"telemetry.network.run", codec.encode(status), 1.0) == status
+    recorder.record(b"step", codec.encode(STEP), 2.0)
+    recorder.flush()
+    assert [line["kind"] for line in lines(tmp_path / "metrics.jsonl")] == ["step_done"]
 
 
 def test_nothing_is_written_before_a_flush_and_nothing_twice(tmp_path: Path) -> None:

@@ -88,6 +88,47 @@ def test_sigterm_ends_the_workers_in_order_and_their_groups_arrive(tmp_path: Pat
         assert "abandoned=0" in log.splitlines()[-2], log
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+def test_ctrl_c_and_a_drain_end_the_workers_in_order_too(tmp_path: Path, number: signal.Signals) -> None:
+    with hosts_at(tmp_path, options={"pause_s": 0.2}) as hosts:
+        broker = hosts.broker()
+        joined = hosts.start(*join(hosts, "--grace", "30"))
+        hosts.ready("own-far.0")
+        assert end(joined, number) == 0, hosts.log()
+        assert not hosts.workers()
+        log = next(hosts.home.rglob("own-far.0.log")).read_text()
+        assert "abandoned=0" in log.splitlines()[-2], log
+        assert end(broker) == 0
+        assert not read_ledger(hosts.layout.root).problems
+
+
+def test_a_second_signal_kills_the_workers(tmp_path: Path) -> None:
+    with hosts_at(tmp_path, options={"pause_s": 1e6}) as hosts:
+        broker = hosts.broker()
+        joined = hosts.start(*join(hosts, "--grace", "1000"))
+        wait_until(lambda: (one := hosts.workers().get("own-far.0")) and one.in_hand, "a rollout in hand")
+        pid = hosts.workers()["own-far.0"].pid
+        joined.send_signal(signal.SIGINT)
+        wait_until(lambda: "stopping reason=SIGINT" in hosts.log(), "the first signal")
+        assert end(joined, signal.SIGINT) == 130
+        wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the worker")
+        assert end(broker) == 0
+
+
+def test_a_name_of_another_key_is_refused_and_told(hosts: Hosts) -> None:
+    broker = hosts.broker()
+    joined = hosts.start(*join(hosts))
+    hosts.ready("own-far.0")
+    other = hosts.key("other", Role.WORKER)
+    way = ("--connect", hosts.address, "--key", str(other), "--code", str(hosts.code), "--name", "far")
+    refused = hosts.run("worker", "own", *way, "--run-dir", str(hosts.home / "second"))
+    assert refused.returncode == 3, refused.stderr
+    assert "belongs to another key (got own-far.0 with key other); use another name" in refused.stderr
+    hosts.ready("own-far.0")
+    assert end(joined) == 0
+    assert end(broker) == 0
+
+
 def test_killed_workers_and_brokers_come_back_and_the_ledger_is_exact(hosts: Hosts) -> None:
     broker = hosts.broker()
     joined = hosts.start(*join(hosts))

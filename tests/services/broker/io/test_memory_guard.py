@@ -1,8 +1,10 @@
 """The memory guard: the choice of a remedy, connections that are cut or spared, and `ingest` after a cut."""
 
+import errno
 import math
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from rolloutmq.schemas.wire.control import SetValues, ValuesSet
 from rolloutmq.services.broker.io import memory_guard
 from rolloutmq.services.broker.io.memory_guard import (
     LONGEST_S,
+    REMOTE_CUTS,
+    REMOTE_SETTLE_S,
     SETTLE_S,
     SHORTEST_S,
     TRIM_AGAIN_S,
@@ -24,6 +28,8 @@ from rolloutmq.services.broker.io.memory_guard import (
     UnexplainedMemory,
     cut,
     held_bytes,
+    most,
+    taken_by,
     trim,
 )
 from rolloutmq.services.broker.io.receive import discard
@@ -180,12 +186,94 @@ def test_only_what_is_beyond_is_looked_into(
     pull, push = _pair(context, f"ipc://{tmp_path}/a")
     with pull, push:
         it = MemoryGuard([address_of(pull)], 100, lambda: 1000)
-        assert not it.check(0.0)
+        assert it.check(0.0) is MemoryRemedy.NOTHING
         held[0] = 1101
-        assert not it.check(it.due - 0.001)
+        assert it.check(it.due - 0.001) is MemoryRemedy.NOTHING
         assert not trims
-        assert it.check(it.due)
+        assert it.check(it.due) is MemoryRemedy.CUT
         assert trims == [1101]
+
+
+def test_peers_of_other_hosts_are_cut_first_the_largest_of_them_before_all() -> None:
+    it = UnexplainedMemory(ALLOWANCE, REMOTE_CUTS)
+    assert it.look(0.0, ACCOUNTED + ALLOWANCE // 2, ACCOUNTED) is MemoryRemedy.NOTHING
+    assert it.is_calm
+    sent = [ALLOWANCE, ALLOWANCE, ALLOWANCE, ALLOWANCE, ALLOWANCE // 2]
+    found = []
+    for remote_bytes in sent:
+        assert it.look(max(1.0, it.due), BEYOND, ACCOUNTED) is MemoryRemedy.TRIM, "a cut needs a fresh trim"
+        found.append(it.look(it.due, BEYOND, ACCOUNTED, partial(int, remote_bytes)))
+        assert not it.is_calm
+    senders, every_remote, every = REMOTE_CUTS
+    assert found == [senders, every_remote, every_remote, every_remote, every]
+
+
+def test_a_cut_that_helps_is_followed_by_no_harder_one() -> None:
+    it = UnexplainedMemory(ALLOWANCE, REMOTE_CUTS)
+    for round in range(3):
+        assert it.look(round, BEYOND, ACCOUNTED) is MemoryRemedy.TRIM
+        assert it.look(round, BEYOND, ACCOUNTED, lambda: BEYOND) is MemoryRemedy.CUT_SENDERS
+        assert it.due == round + REMOTE_SETTLE_S
+        assert it.look(it.due, WITHIN, ACCOUNTED) is MemoryRemedy.NOTHING
+
+
+def test_the_fewest_peers_that_took_in_enough_are_chosen() -> None:
+    a, b, c, d = (("10.0.0.1", port, 7761) for port in range(4))
+    grown = {a: 10, b: 500, c: 100, d: 0}
+    assert most(grown, 400) == {b}
+    assert most(grown, 501) == {b, c}
+    assert most(grown, 9000) == {a, b, c}, "who took in nothing lately holds nothing"
+    assert most(grown, 0) == set()
+
+
+def test_the_peer_of_another_host_that_took_in_most_is_cut_and_others_are_spared(
+    context: sockets.Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = [0]
+    monkeypatch.setattr(memory_guard, "held_bytes", lambda: held[0])
+    pull, local = _pair(context, f"ipc://{tmp_path}/a")
+    pull.bind("tcp://127.0.0.1:*")
+    listener = address_of(pull)
+    watched = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+    with (
+        pull,
+        local,
+        sockets.producer_push(context, listener) as greedy,
+        sockets.producer_push(context, listener) as modest,
+    ):
+        for one in (local, greedy, modest):
+            assert _sent(one, pull, b"hello") == [b"hello"]
+        it = MemoryGuard([f"ipc://{tmp_path}/a", listener], MIB, lambda: 0)
+        assert it.check(0.0) is MemoryRemedy.NOTHING
+        assert _sent(greedy, pull, bytes(MIB)) == [bytes(MIB)]
+        assert _sent(modest, pull, bytes(64)) == [bytes(64)]
+        monitors = [one.get_monitor_socket(watched) for one in (local, modest, greedy)]
+        held[0] = MIB + 1
+        assert it.check(it.due) is MemoryRemedy.CUT_SENDERS
+        assert monitors[2].poll(LIMIT_MS), "the greedy one was not cut"
+        assert _sent(greedy, pull, b"back") == [b"back"]
+        assert not any(one.poll(0) for one in monitors[:2])
+        for one, monitor in zip((local, modest, greedy), monitors, strict=True):
+            one.disable_monitor()
+            monitor.close(0)
+
+
+def test_a_process_out_of_descriptors_knows_no_connection(
+    context: sockets.Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The data plane goes on; the guard of descriptors makes room."""
+    pull, push = _pair(context, "tcp://127.0.0.1:*")
+    with pull, push:
+        assert _sent(push, pull, b"1") == [b"1"]
+        address = address_of(pull)
+        assert list(taken_by([address]).values()) > [0]
+
+        def full(_: Path) -> Iterator[Path]:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+        monkeypatch.setattr(Path, "iterdir", full)
+        assert taken_by([address]) == {}
+        assert cut([address]) == 0
 
 
 def test_what_waits_is_dropped_whole(context: sockets.Context, tmp_path: Path) -> None:

@@ -184,6 +184,14 @@ def state(workers: int = 24) -> dict[str, Any]:
                 ]
             )
         ],
+        "network": [
+            {"what": "listen", "text": "tcp://0.0.0.0:7760, keys in use: 1 of 7", "unwell": False},
+            {
+                "what": "key",
+                "text": "worker-7, role worker from 10.0.0.7, heard now; refused: drain workers 2",
+                "unwell": True,
+            },
+        ],
         "problems": [],
         "dead": {"count": 4},
         "settings": [

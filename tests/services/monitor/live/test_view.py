@@ -26,6 +26,7 @@ from rolloutmq.schemas.wire.control import (
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.joining import JoinedRelay, KeyUse, NetworkStatus
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
 from rolloutmq.schemas.wire.telemetry import (
     CurriculumProgress,
@@ -40,6 +41,7 @@ from rolloutmq.schemas.wire.telemetry import (
 from rolloutmq.schemas.wire.training import StepFigures
 from rolloutmq.services.monitor.live import view
 from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.live.snapshot import snapshot
 from rolloutmq.services.process.identity import identify
 
 MakePressure = Callable[..., Pressure]
@@ -139,6 +141,19 @@ def test_findings_about_rewards_are_shown_with_the_remedy(busy: RunState) -> Non
     assert "e3: no signal" not in text
     assert "and 2 more" in text
     assert len(drawn(busy, 80, 12)) <= 12
+
+
+def test_other_hosts_are_shown_with_their_keys(busy: RunState) -> None:
+    keys = (KeyUse(name="w", role="worker", hosts=("10.0.0.7",), refused={"drain workers": 2}),)
+    relay = JoinedRelay(name="relay.b", host="b", key="e", waits_for="no ticket")
+    before = "\n".join(drawn(busy, 120, 60))
+    assert "listen" not in before
+    busy.feed(NetworkStatus(listen="tcp://h:1", known_keys=3, keys=keys, relays=(relay,)), 12.0)
+    text = "\n".join(drawn(busy, 120, 60))
+    assert "listen  tcp://h:1, keys in use: 1 of 3" in text
+    assert "key     w, role worker from 10.0.0.7, heard now; refused: drain workers 2" in text
+    assert "relay   relay.b on b, key e: no version yet; waits: no ticket" in text
+    assert snapshot(busy, 12.0, 0.0)["network"]["known_keys"] == 3
 
 
 def test_worker_in_trouble_is_shown_where_not_all_fit(busy: RunState) -> None:

@@ -46,6 +46,7 @@ from rolloutmq.schemas.wire.control import (
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
 from rolloutmq.services.monitor import liveness
@@ -187,6 +188,19 @@ def test_a_door_without_keys_is_told(reply: StatusReply) -> None:
     assert "insecure whoever reaches tcp://0.0.0.0:7760 may use the run, unencrypted; set" in status_text(
         opened
     )
+
+
+def test_other_hosts_are_told(reply: StatusReply, make_worker: Callable[..., WorkerStatus]) -> None:
+    worker = make_worker("a-far.0", joined=True, host="gpu7")
+    told = replace(
+        reply,
+        pressure=replace(reply.pressure, workers=(worker,)),
+        network=NetworkStatus(listen="tcp://h:1", known_keys=2, workers={"a-far.0": "worker-7"}),
+    )
+    assert "listen   tcp://h:1, keys in use: 0 of 2" in status_text(told)
+    assert "joined   1 worker on gpu7, key worker-7: a-far.0" in status_text(told)
+    assert status_json(told)["network"]["workers"] == {"a-far.0": "worker-7"}
+    assert status_json(reply)["network"] is None
 
 
 def test_the_journal_says_how_it_does(reply: StatusReply) -> None:
