@@ -276,6 +276,6 @@ def test_few_replies_wait_for_a_client_of_another_host(context: Context) -> None
     deaf.setsockopt(zmq.RCVHWM, 1)
     deaf.connect(address)
     deaf.send(b"x")
-    assert router.poll(LIMIT_S * 1e3)
+    assert router.poll(int(LIMIT_S * 1e3))
     waiting = _sent_until_full(router, router.recv_multipart()[0])
     assert waiting <= sockets.REPLIES_HWM + 64, "the rest is in buffers of the system"
