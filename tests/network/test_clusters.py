@@ -15,7 +15,7 @@ from tests.network.support.site import waits_in_log
 pytestmark = pytest.mark.extended
 
 STEPS: Final = 250
-FEW: Final = 80
+FEW: Final = 60
 
 
 def cut(run: EnginesApart) -> None:

@@ -23,33 +23,33 @@ COMMANDS: Final = {
 }
 
 
-@pytest.mark.parametrize("kind", ["wrong", "absent", "revoked"])
-def test_a_key_that_opens_nothing_is_told(lab: Lab, kind: str) -> None:
+def test_a_key_that_opens_nothing_is_told(lab: Lab) -> None:
+    """Worker, trainer and monitor, each with a key of another run, without one, and with a revoked one."""
     site = Site(lab, lab.host("broker", 1), [clients := lab.host("clients", 2)])
     (clients.tmp / "code").mkdir()
     others = KeyDirectory.create(clients.tmp / "others")
-    started: list[tuple[Program, str]] = []
+    lasting: list[tuple[Program, str]] = []
+    ending: list[tuple[Program, str]] = []
     for role, words in COMMANDS.items():
-        name = f"{role.value}-7"
-        place = clients.tmp / f"{name}.key"
-        match kind:
-            case "wrong":
-                save_bundle(place, others.new(name, role))
-                said = f"key {name}: it is the broker of other keys, or no broker"
-            case "revoked":
-                save_bundle(place, site.keys.new(name, role))
-                site.keys.revoke(name)
-                said = f"key {name} was refused by {ADDRESS}: revoked or unknown"
-            case _:
-                said = f"{ADDRESS} ended the handshake: it asks for a key"
-        key = () if kind == "absent" else ("--key", f"/tmp/{place.name}")
-        started.append((clients.start(role.value, "rolloutmq", *words, "--connect", ADDRESS, *key), said))
-    *lasting, (status, reason) = started
-    for program, said in lasting:
-        waits_in_log(program, said)
-    assert status.wait() == 1
-    assert reason in status.text()
-    for program, _ in lasting:
+        wrong, gone = f"{role.value}-1", f"{role.value}-2"
+        save_bundle(clients.tmp / f"{wrong}.key", others.new(wrong, role))
+        save_bundle(clients.tmp / f"{gone}.key", site.keys.new(gone, role))
+        site.keys.revoke(gone)
+        for name, reason in (
+            (wrong, f"key {wrong}: it is the broker of other keys, or no broker"),
+            (gone, f"key {gone} was refused by {ADDRESS}: revoked or unknown"),
+            ("", f"{ADDRESS} ended the handshake: it asks for a key"),
+        ):
+            key = ("--key", f"/tmp/{name}.key") if name else ()
+            here = () if role is Role.MONITOR else ("--run-dir", f"/tmp/{role.value}{name}")
+            command = ("rolloutmq", *words, "--connect", ADDRESS, *key, *here)
+            program = clients.start(f"{role.value}{name}", *command)
+            (ending if role is Role.MONITOR else lasting).append((program, reason))
+    for program, reason in ending:
+        assert program.wait() == 1
+        assert reason in program.text()
+    for program, reason in lasting:
+        waits_in_log(program, reason)
         assert program.living(), f"it must wait for a better key: {program.text()}"
         assert program.end() == 0, program.text()
 
