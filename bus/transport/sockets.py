@@ -42,6 +42,9 @@ CONTROL_HWM: Final = 1000
 """Messages in a pipe of small control messages."""
 HANDSHAKE_MS: Final = 5000
 """Time after which a peer that does not speak ZMTP is disconnected."""
+REPLIES_HWM: Final = 32
+"""Replies in a pipe to a client of another host: it asks for few things at once, and each may be a batch or a group. A
+client that reads nothing would else hold a thousand of them in the broker's memory."""
 RECONNECT_MS: Final = 50
 """First pause before a lost connection is tried again; it doubles."""
 RECONNECT_MAX_MS: Final = 1000
@@ -252,6 +255,8 @@ def bind_remote(socket: Socket, addresses: Sequence[str], secret: str) -> str:
     socket.setsockopt(zmq.AFFINITY, REMOTE_THREAD)
     socket.setsockopt(zmq.IPV6, int(addresses[0].startswith("tcp://[")))
     _hear(socket)
+    if socket.getsockopt(zmq.TYPE) == zmq.ROUTER:
+        socket.setsockopt(zmq.SNDHWM, REPLIES_HWM)
     if secret:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())

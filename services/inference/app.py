@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from aiohttp import web
 
-from rolloutmq.bus.engine_registry import FIRST
+from rolloutmq.bus.engine_registry import FIRST, is_of_other_host
 from rolloutmq.bus.rundir import FILE_POLL_S
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.run import RunConfig
@@ -213,6 +213,14 @@ async def first(*waits: Coroutine[Any, Any, Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def wanted_port(name: str, configured: int) -> int:
+    """Return the port that an engine binds, also after a restart; 0 for any.
+
+    The configured one is that of the first engine, or of the one that has joined: it has a configuration of its own.
+    """
+    return configured if name == FIRST or is_of_other_host(name) else 0
+
+
 async def serve_http(
     front: InferenceApp, layout: RunLayout, name: str, run: RunConfig, leaving: Leaving
 ) -> None:
@@ -221,7 +229,7 @@ async def serve_http(
     Args:
         front: The engine's front end.
         layout: The run directory, for the address file and for latency samples.
-        name: Name of the engine. The first engine uses the configured port, also after a restart.
+        name: Name of the engine, see `wanted_port`.
         run: Configuration, with host, port and token.
         leaving: Order to end.
 
@@ -232,7 +240,7 @@ async def serve_http(
     config, address = run.inference, layout.engine(name)
     raise_descriptor_limit()
     latencies = recorder_of(name, run.telemetry)
-    wanted = config.port if name == FIRST else 0
+    wanted = wanted_port(name, config.port)
     app = front.app(access_of(run, Server.ENGINE, config.host), latencies)
     async with (
         publishing(latencies, layout, run.telemetry.interval_s),

@@ -24,6 +24,21 @@ lines = [socket.create_connection(("broker", int(port)), 30) for port in sys.arg
 print("connected", flush=True)
 sys.stdin.read()
 """
+CROWD: Final = """
+import select, socket, sys
+count = int(sys.argv[1])
+lines = []
+while True:
+    ended, _, _ = select.select(lines, [], [], 0.05)
+    for line in ended:  # the broker gives up who says nothing, and another one comes
+        lines.remove(line)
+        line.close()
+    for _ in range(count - len(lines)):
+        line = socket.socket()
+        line.setblocking(False)
+        line.connect_ex(("broker", int(sys.argv[2])))
+        lines.append(line)
+"""
 DEAF: Final = """
 import sys, zmq
 from pathlib import Path
@@ -98,6 +113,61 @@ def test_a_subscriber_that_reads_nothing_takes_bounded_memory(scene: Scene) -> N
     assert scene.site.broker.memory_bytes() - before < GROWTH_BYTES
     deaf.kill()
     scene.site.finish(scene.consumer, *scene.producers)
+
+
+@pytest.mark.extended
+def test_clients_that_read_no_reply_take_bounded_memory(scene: Scene) -> None:
+    """Each asks for groups of 100 kB, and its system takes some megabytes of them."""
+    key = scene.site.key(scene.clients, "watcher", Role.MONITOR)
+    before = scene.site.broker.memory_bytes()
+    deaf = scene.clients.python("deaf", "tests.network.support.intruders", "deaf", ADDRESS, key, answers=True)
+    assert heard(deaf) == "asked", deaf.text()
+    scene.site.broker.expect(
+        lambda: "LatestExampleReply: Resource temporarily unavailable" in scene.site.broker.text(),
+        "a reply that found no room",
+    )
+    scene.site.advance(scene.consumer, groups=4 * BATCH)
+    assert scene.site.broker.memory_bytes() - before < GROWTH_BYTES
+    assert "all connections cut" not in scene.site.broker.text()
+    deaf.kill()
+    scene.site.finish(scene.consumer, *scene.producers)
+
+
+@pytest.mark.extended
+def test_a_broker_out_of_descriptors_serves_those_that_it_has(lab: Lab) -> None:
+    broker, clients = lab.host("broker", 1), lab.host("clients", 2)
+    site = Site(lab, broker, [clients], descriptors=256)
+    consumer = site.consume(clients)
+    producer = site.produce(clients, "p0", pause_s=0.05)
+    site.advance(consumer, groups=BATCH)
+    crowd = clients.start("crowd", sys.executable, "-c", CROWD, "400", str(PORTS["serve"]))
+    waits_in_log(site.broker, "descriptor limit reached, pausing new connections")
+    newcomer = site.produce(clients, "newcomer", BATCH)
+    site.advance(consumer, producer, groups=10 * BATCH)
+    crowd.kill()
+    assert newcomer.wait() == 0, newcomer.text()
+    site.finish(consumer, producer)
+
+
+@pytest.mark.extended
+def test_what_a_host_that_vanished_held_is_free_after_its_time(lab: Lab) -> None:
+    """Its cable is pulled, so no connection ends; others go on under the same names, with its keys."""
+    broker, gone, other = lab.host("broker", 1), lab.host("gone", 2), lab.host("other", 3)
+    site = Site(lab, broker, [gone, other], lease_s=5.0, silence_s=2.0)
+    holding = site.consume(gone, step_s=1000.0)
+    producing = site.produce(gone, "p0", pause_s=0.05)
+    site.broker.expect(lambda: site.count().leased == BATCH, "a batch in hand")
+    gone.unplug()
+    site.broker.expect(lambda: site.count().leased == 0, "the end of the lease", 30.0)
+    site.broker.expect(lambda: "waiting" in producing.text(), "what the producer lacks")
+    for name in ("trainer-0", "p0"):
+        site.carry(name, gone, other)
+    consumer = site.consume(other)
+    producer = site.produce(other, "p0", pause_s=0.05)
+    site.advance(consumer, producer, groups=4 * BATCH)
+    for program in (holding, producing):
+        program.kill()
+    site.finish(consumer, producer)
 
 
 @pytest.mark.extended

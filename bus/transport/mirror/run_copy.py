@@ -108,7 +108,11 @@ class RunCopy:
     def _take_engine(self, engine: EngineState, address: str) -> None:
         path, url = self.layout.engine(engine.name), usable_url(engine.url, address)
         known = read_json(path, InferenceAddress) if path.exists() else None
-        if known is not None and _is_newer(known, engine, url) and not _is_left(path):
+        if known is not None and (known.url, known.pid) == (url, engine.pid):
+            if known.number >= engine.number:
+                return
+        elif known is not None and known.at > engine.at and not _is_left(path):
+            # The engine is of this host, in its next life. Both times are by the clock of its host.
             return
         write_json(
             path,
@@ -132,15 +136,6 @@ class RunCopy:
         for name, path in engine_files(self.layout):
             if name not in names and _is_left(path):
                 path.unlink(missing_ok=True)
-
-
-def _is_newer(known: InferenceAddress, told: EngineState, url: str) -> bool:
-    """Return whether a file is newer than what the run tells: the engine may be of this host, in its next life.
-
-    Both times are by the clock of the engine's host.
-    """
-    is_same_life = (known.url, known.pid) == (url, told.pid)
-    return known.number >= told.number if is_same_life else known.at > told.at
 
 
 def _is_left(path: Path) -> bool:

@@ -155,9 +155,7 @@ class AdminRequests:
         if found is None:
             return LatestExampleReply(), ()
         group, frames = found
-        return LatestExampleReply(header=group.header, env=group.env, table=encode(group.table)), tuple(
-            map(bytes, frames)
-        )
+        return LatestExampleReply(header=group.header, env=group.env, table=encode(group.table)), frames
 
     def disconnect(self, request: Disconnect) -> Ok | ErrorReply:
         """Disconnect an environment: it loses its weight, and its queued groups only fill up batches."""

@@ -85,8 +85,10 @@ class ConsumerRequests:
         deleted = self._deleted_steps(request.group, request.resume)
         if state.consumers.resumes(request, holds=holds) and request.resume is not None:
             state.transitions.rewind(request.group, request.resume, request.consumer, wall)
+            # A trainer that starts tells its policy, too, and has no lines to void.
+            if max(request.resume, state.run.present) > PolicyVersion():
+                self.settlements.resumed(request.resume, wall)
             state.run.resumed(request.resume)
-            self.settlements.resumed(request.resume, wall)
             state.consumers.settled(request.group, request.resume)
         self._release(request.consumer, wall, failed=True, why="registered again")
         self._void(request.consumer, wall)

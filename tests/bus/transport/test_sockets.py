@@ -27,7 +27,7 @@ class _KeptContext(zmq.Context[Socket]):
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    context = _KeptContext()
+    context = _KeptContext(2)
     yield context
     context.destroy(linger=0)
 
@@ -307,3 +307,26 @@ def test_another_process_makes_a_context_of_its_own(monkeypatch: pytest.MonkeyPa
     assert own.closed
     assert not inherited.closed
     inherited.term()
+
+
+def _sent_until_full(router: Socket, route: bytes) -> int:
+    """Send replies of 256 KiB until there is no room; return how many found some."""
+    for sent in range(sockets.CONTROL_HWM):
+        try:
+            router.send_multipart([route, bytes(1 << 18)], zmq.NOBLOCK)
+        except zmq.Again:
+            return sent
+    return sockets.CONTROL_HWM
+
+
+def test_few_replies_wait_for_a_client_of_another_host(context: Context) -> None:
+    """One that reads nothing would else hold a thousand of them, and each may be a batch."""
+    router = sockets.serve_router(context, 1 << 20)
+    address = sockets.bind_remote(router, ["tcp://127.0.0.1:*"], "")
+    deaf = context.socket(zmq.DEALER)
+    deaf.setsockopt(zmq.RCVHWM, 1)
+    deaf.connect(address)
+    deaf.send(b"x")
+    assert router.poll(int(LIMIT_S * 1e3))
+    waiting = _sent_until_full(router, router.recv_multipart()[0])
+    assert waiting <= sockets.REPLIES_HWM + 64, "the rest is in buffers of the system"

@@ -17,7 +17,7 @@ from tests.network.support.relay import Relay
 from tests.network.support.site import PORTS, RUN
 
 from benchmarks.end_to_end.scenario import steps_logged
-from rolloutmq.bus.engine_registry import engines_of
+from rolloutmq.bus.engine_registry import FIRST, engines_of
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.keys.bundle import save_bundle
@@ -27,6 +27,7 @@ from rolloutmq.schemas.network.keys import Role
 
 HEAD: Final = f"tcp://head:{PORTS['serve']}"
 WEIGHTS_PORT: Final = 7764
+ENGINE_PORT: Final = 7800
 EXAMPLES: Final = ROOT / "examples"
 MODULE: Final = b"rolloutmq.launch.service_process"
 RUN_S: Final = 240.0
@@ -34,66 +35,87 @@ RUN_S: Final = 240.0
 
 
 class Cluster:
-    """A run on the host `head`, and the host `far`, which reaches it over a relay."""
+    """`up` on the host `head`, and the host `far`, which reaches it over a relay.
 
-    def __init__(self, lab: Lab) -> None:
+    Attributes:
+        trained: Directory with the log of the trainer.
+        joined: What has joined from the far host.
+    """
+
+    def __init__(self, lab: Lab, *assignments: str) -> None:
         self.head, self.far = lab.host("head", 1), lab.host("far", 2, "wan")
         self.way = Relay(lab, self.head, *PORTS.values(), WEIGHTS_PORT)
-        self.layout = RunLayout(self.head.tmp / "run")
+        self.layout = self.trained = RunLayout(self.head.tmp / "run")
         self.keys = KeyDirectory.create(self.head.tmp / "keys")
-        self.assignments = (
-            f'broker.listen="tcp://0.0.0.0:{PORTS["serve"]}"',
-            'broker.keys="/tmp/keys"',
-            'weights.backend="stream"',
-            f'weights.listen="tcp://0.0.0.0:{WEIGHTS_PORT}"',
-        )
+        self.joined: list[Program] = []
+        sets = (f'broker.listen="tcp://0.0.0.0:{PORTS["serve"]}"', 'broker.keys="/tmp/keys"', *assignments)
+        words = (word for one in sets for word in ("--set", one))
+        quickstart = str(EXAMPLES / "quickstart.toml")
+        self.up = self.head.start("up", "rolloutmq", "up", quickstart, "--plain", "--run-dir", RUN, *words)
+        self.up.expect(lambda: read_endpoints(self.layout.root), "the broker")
 
     def join(self, name: str, *words: str, role: Role) -> Program:
         """Start a command on the far host with a key of a role."""
         key = self.far.tmp / f"{role.value}.key"
         if not key.exists():
             save_bundle(key, self.keys.new(role.value, role))
-        return self.far.start(name, "rolloutmq", *words, "--connect", HEAD, "--key", f"/tmp/{key.name}")
+        way = ("--connect", HEAD, "--key", f"/tmp/{key.name}")
+        self.joined.append(program := self.far.start(name, "rolloutmq", *words, *way))
+        return program
+
+    def await_engine(self) -> None:
+        """Wait until the head knows the engine of the far host."""
+        name = f"{FIRST}.{self.far.name}"
+        self.up.expect(lambda: name in [one.name for one in engines_of(self.layout)], "the engine", RUN_S)
 
     def kill(self, host: Host, name: str, *words: str) -> None:
         """Kill the process of a run that has this command, once there is one."""
         pid = wait_until(lambda: pid_of(host, name, *words), f"a process {name} on {host.name}")
         os.kill(pid, signal.SIGKILL)
 
-    def steps(self) -> int:
-        """Return the last step that the trainer has settled."""
-        return steps_logged(self.layout)
+    def advance(self, steps: int = 5) -> None:
+        """Wait until the trainer has taken so many more steps; fail if the run or a command ends first."""
+        goal = steps_logged(self.trained) + steps
+
+        def met() -> bool:
+            for program in self.joined:
+                assert program.living(), f"{program.log.name} ended: {program.text()[-3000:]}"
+            return steps_logged(self.trained) >= goal
+
+        self.up.expect(met, f"step {goal}", RUN_S)
+
+    def end(self, by_itself: Program) -> dict[str, Any]:
+        """Wait for the end of the run and of what has joined, check the ledger, and return the summary.
+
+        Args:
+            by_itself: What ends with the run; the others wait for its next life.
+        """
+        assert self.up.wait(RUN_S) == 0, self.up.text()
+        assert by_itself.wait() == 0, by_itself.text()
+        for program in self.joined:
+            if program is not by_itself:
+                assert program.end() == 0, program.text()
+        assert "every group is accounted for" in self.head.call("rolloutmq", "ledger", "verify", RUN)
+        summary: dict[str, Any] = msgspec.json.decode(self.layout.summary.read_bytes())
+        assert not summary["groups_lost"]
+        assert not summary["groups_trained_twice"]
+        states = ("trained", "filtered", "expired", "dead", "discarded", "in_flight")
+        assert summary["groups_accepted"] == sum(summary[f"groups_{state}"] for state in states)
+        return summary
 
 
 class EnginesApart(Cluster):
-    """`up` on the head; relay, engine and workers on the far host."""
+    """Broker and trainer on the head; relay, engine and workers on the far host."""
 
     def __init__(self, lab: Lab, *assignments: str) -> None:
-        super().__init__(lab)
-        sets = (*self.assignments, "environment.sort3.min_workers=0", *assignments)
-        words = (word for one in sets for word in ("--set", one))
-        quickstart = str(EXAMPLES / "quickstart.toml")
-        self.up = self.head.start("up", "rolloutmq", "up", quickstart, "--plain", "--run-dir", RUN, *words)
-        self.up.expect(lambda: read_endpoints(self.layout.root), "the broker")
+        weights = ('weights.backend="stream"', f'weights.listen="tcp://0.0.0.0:{WEIGHTS_PORT}"')
+        super().__init__(lab, *weights, "environment.sort3.min_workers=0", *assignments)
         self.head.call("rolloutmq", "scale", "sort3", "0", "--run-dir", RUN)
-        self.relay = self.join("relay", "relay", role=Role.ENGINE)
-        self.engine = self.join("engine", "engine", "--name", "far", role=Role.ENGINE)
-        joined = ("worker", "sort3", "--name", "far", "--count", "2", "--code", str(EXAMPLES))
-        self.worker = self.join("worker", *joined, role=Role.WORKER)
-        self.engine.expect(
-            lambda: "inference.far" in [one.name for one in engines_of(self.layout)], "the engine"
-        )
-
-    def advance(self, steps: int = 5) -> None:
-        """Wait until the trainer has taken so many more steps; fail if the run or a command ends first."""
-        goal = self.steps() + steps
-
-        def met() -> bool:
-            for program in (self.relay, self.engine, self.worker):
-                assert program.living(), f"{program.log.name} ended: {program.text()[-3000:]}"
-            return self.steps() >= goal
-
-        self.up.expect(met, f"step {goal}", RUN_S)
+        self.join("relay", "relay", role=Role.ENGINE)
+        self.join("engine", "engine", "--name", "far", role=Role.ENGINE)
+        words = ("worker", "sort3", "--name", "far", "--count", "2", "--code", str(EXAMPLES))
+        self.worker = self.join("worker", *words, role=Role.WORKER)
+        self.await_engine()
 
     def address_of_weights(self) -> StreamAddress:
         """Return where the run serves its weights."""
@@ -101,19 +123,22 @@ class EnginesApart(Cluster):
         assert found is not None
         return found
 
-    def end(self) -> dict[str, Any]:
-        """Wait for the end of the run and of what has joined, check the ledger, and return the summary."""
-        assert self.up.wait(RUN_S) == 0, self.up.text()
-        assert self.worker.wait() == 0, self.worker.text()  # drained by the run
-        for program in (self.engine, self.relay):  # they wait for the run's next life
-            assert program.end() == 0, program.text()
-        assert "every group is accounted for" in self.head.call("rolloutmq", "ledger", "verify", RUN)
-        summary: dict[str, Any] = msgspec.json.decode(self.layout.summary.read_bytes())
-        assert summary["groups_lost"] == summary["groups_trained_twice"] == 0
-        states = ("trained", "filtered", "expired", "dead", "discarded", "in_flight")
-        assert summary["groups_accepted"] == sum(summary[f"groups_{state}"] for state in states)
-        assert not list(self.layout.logs.glob("sort3-*.log")), "a worker of the head"
-        return summary
+
+class TrainerApart(Cluster):
+    """Broker and workers on the head; trainer and engine on the far host, which share the weights there.
+
+    The workers reach the engine over a relay, too.
+    """
+
+    def __init__(self, lab: Lab, *assignments: str) -> None:
+        super().__init__(lab, "trainer.enabled=false", *assignments)
+        self.back = Relay(lab, self.far, ENGINE_PORT)
+        self.trained = RunLayout(self.far.tmp / "joined")
+        here = ("--run-dir", f"/tmp/{self.trained.root.name}")
+        self.trainer = self.join("trainer", "trainer", *here, role=Role.TRAINER)
+        address = ("--host", self.far.address, "--port", str(ENGINE_PORT), "--insecure")
+        self.join("engine", "engine", "--name", "far", *here, *address, role=Role.ENGINE)
+        self.await_engine()
 
 
 def pid_of(host: Host, name: str, *words: str) -> int:

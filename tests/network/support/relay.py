@@ -1,7 +1,7 @@
 """The way between two hosts as a test controls it: a relay of all TCP connections, and lost packets.
 
-A relay stands between the switches. At the `wan` it has the address of the host that it leads to, which is at the
-`lan`; so clients see the broker's own address, and have no other way to it.
+A relay stands between the switches. At one of them it has the address of the host that it leads to, which is at the
+other; so clients see that host's own address, and have no other way to it.
 """
 
 import json
@@ -15,6 +15,9 @@ from tests.faults.support.processes import LIMIT_S
 from tests.network.support.hosts import Host, Lab, first_child
 
 PROGRAM: Final = Path(__file__).with_name("relay_program.py")
+OTHER: Final = {"lan": "wan", "wan": "lan"}
+BACKS: Final = {"lan": "10.77.0.250", "wan": "10.77.0.251"}
+"""Address at the switch of the host that a relay leads to."""
 LOSS: Final = Path(__file__).with_name("packet_loss.py")
 
 
@@ -28,10 +31,9 @@ class RelayStats(msgspec.Struct):
 
 
 class Relay:
-    """A relay in front of a host of the `lan`, for hosts of the `wan`. It ends with the lab."""
+    """A relay in front of a host, for hosts at the other switch. It ends with the lab."""
 
     def __init__(self, lab: Lab, target: Host, *ports: int) -> None:
-        assert target.switch == "lan"
         self._lab = lab
         self._target = target
         self._ports: set[int] = set()
@@ -45,8 +47,9 @@ class Relay:
             place = f"/proc/{first_child(self._process.pid)}/fd"
             self._front = f"{place}/{legs['front']}"
             self._address = target.address
-            lab.plug("front", "wan", self._front, target.address)
-            lab.plug("back", "lan", f"{place}/{legs['back']}", "10.77.0.250")
+            lab.plug(f"f-{target.name}", OTHER[target.switch], self._front, target.address)
+            back = f"{place}/{legs['back']}"
+            lab.plug(f"b-{target.name}", target.switch, back, BACKS[target.switch])
         except BaseException:
             self.close()
             raise

@@ -11,12 +11,14 @@ from tests.network.support.hosts import Host, Lab, Program
 from tests.network.support.peers import BATCH, Consume, Door, Line, Produce, settled
 from tests.network.support.relay import Relay
 
+from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.keys.bundle import save_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
+from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.files import AckedGroup, RunLayout
@@ -38,13 +40,14 @@ RUN: Final = "/tmp/run"
 """The run directory, as each host sees it."""
 
 
-def config(**broker: Any) -> RunConfig:
-    """Return a run without a staleness bound, whose broker other hosts reach with keys."""
-    env = EnvironmentConfig(entry="a:B", group_size=SEQUENCES, pacing=False, stale="pass")
+def config(entry: str = "a:B", **broker: Any) -> RunConfig:
+    """Return a run without a staleness bound and engine, whose broker other hosts reach with keys."""
+    env = EnvironmentConfig(entry=entry, group_size=SEQUENCES, pacing=False, stale="pass")
     section = {"listen": f"tcp://0.0.0.0:{PORT}", "keys": "keys", **broker}
     return RunConfig(
         base_dir=Path("/tmp"),
         environment={"e": env},
+        inference=InferenceConfig(kind="none"),
         broker=BrokerConfig.model_validate(section),
         trainer=TrainerConfig(batch_sequences=BATCH * SEQUENCES),
     )
@@ -54,24 +57,45 @@ class Site:
     """The broker of a run and its clients, each with a key of its own.
 
     Clients know the name of the broker's host and their key, and nothing else.
+
+    Args:
+        lab: The lab.
+        broker: Host of the broker.
+        clients: Hosts of the clients.
+        relay: The only way between them, if there is one.
+        descriptors: Most descriptors of the broker; 0 for those of this process.
+        about: See `config`.
     """
 
     def __init__(
-        self, lab: Lab, broker: Host, clients: list[Host], relay: Relay | None = None, **about: Any
+        self,
+        lab: Lab,
+        broker: Host,
+        clients: list[Host],
+        relay: Relay | None = None,
+        *,
+        descriptors: int = 0,
+        **about: Any,
     ) -> None:
         self.lab, self.host, self.clients, self.relay = lab, broker, clients, relay
         self.layout = RunLayout(broker.tmp / "run")
         self.layout.root.mkdir(mode=0o700)
         self.keys = KeyDirectory.create(broker.tmp / "keys")
-        write_json(self.layout.config, config(**about))
+        self.configure(**about)
+        limited = ("sh", "-c", f'ulimit -n {descriptors} && exec "$@"', "sh")
+        self._command = (*(limited if descriptors else ()), "rolloutmq", "broker", "--run-dir", RUN)
         self.broker = self._started()
         self._lives: Counter[str] = Counter()
         self._logs: list[Path] = []
         self._acks: list[Path] = []
 
+    def configure(self, **about: Any) -> None:
+        """Write the configuration of the broker's next life."""
+        write_json(self.layout.config, config(**about))
+
     def _started(self) -> Program:
         before = read_endpoints(self.layout.root)
-        broker = self.host.start("broker", "rolloutmq", "broker", "--run-dir", RUN)
+        broker = self.host.start("broker", *self._command)
 
         def ready() -> bool:
             found = read_endpoints(self.layout.root)
@@ -87,11 +111,19 @@ class Site:
         self.broker.kill()
         self.broker = self._started()
 
-    def move_broker(self, address: str) -> None:
-        """Start another life of the broker at another address of its host."""
+    def move_broker(self, address: str = "", **about: Any) -> None:
+        """Start another life of the broker at another address of its host, or with another configuration."""
         assert self.broker.end() == 0, self.broker.text()
-        self.host.move_to(address)
+        if address:
+            self.host.move_to(address)
+        if about:
+            self.configure(**about)
         self.broker = self._started()
+
+    def new_key(self, host: Host, name: str, role: Role) -> None:
+        """Give a client whose key was revoked one of another name in its place."""
+        save_bundle(host.tmp / f"{name}.new", self.keys.new(f"{name}-again", role))
+        (host.tmp / f"{name}.new").replace(host.tmp / f"{name}.key")
 
     def key(self, host: Host, name: str, role: Role) -> str:
         """Return the file of a key on a host, a new one if it has none of that name."""
@@ -99,6 +131,11 @@ class Site:
         if not place.exists():
             save_bundle(place, self.keys.new(name, role))
         return f"/tmp/{place.name}"
+
+    def carry(self, name: str, host: Host, other: Host) -> None:
+        """Copy the file of a key to another host."""
+        data = (host.tmp / f"{name}.key").read_bytes()
+        write_private(other.tmp / f"{name}.key", data)
 
     def door(self, host: Host, name: str, role: Role) -> Door:
         """Return how a client finds the broker."""

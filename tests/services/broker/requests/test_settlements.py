@@ -91,6 +91,16 @@ def test_a_resumed_trainer_voids_the_lines_of_later_steps(bench: Bench) -> None:
     assert (bench.settled_lines[-1].rewound, bench.settled_lines[-1].version) == (True, PolicyVersion(1, 2))
 
 
+def test_the_first_life_of_a_trainer_resumes_nothing(bench: Bench) -> None:
+    """The shipped trainer always tells its policy, so that a fresh run had one resumption in its summary."""
+    bench.consumer(resume=PolicyVersion(0, 0))
+    assert not bench.settled_lines
+    bench.producer().send(4)
+    bench.train(0)
+    bench.consumer(resume=PolicyVersion(0, 0))  # from scratch: the line of the step is void
+    assert [line.resumed for line in bench.settled_lines] == [False, True]
+
+
 def test_a_restart_tells_nothing_again(bench: Bench) -> None:
     bench.consumer()
     bench.producer().send(4)
