@@ -18,13 +18,17 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.keys.key_files import read_secret
 from rolloutmq.bus.transport.keys.watched_file import WatchedFile
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.network.keys import Role
+from rolloutmq.schemas.files import Connection, RunLayout
+from rolloutmq.schemas.network.keys import Role, TokenRecord
 from rolloutmq.services.http_server import roles
 from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.run_token import http_token
@@ -176,11 +180,22 @@ def store_of(run: RunConfig) -> TokenStore:
 
 
 def listed_keys(run: RunConfig) -> WatchedFile[tuple[Listed, ...]] | None:
-    """Return the keys of a run, None if it has none; raises what `KeyDirectory.records` raises."""
+    """Return the keys of a run, None if it has none: of its key directory, or as the broker tells them another host.
+
+    Raises what `KeyDirectory.records` raises.
+    """
+    layout = RunLayout(run.run.dir)
+    if (connection := read_json(layout.connection, Connection)) is not None:
+        told = layout.http_tokens
+        return WatchedFile[tuple[Listed, ...]](told, lambda: _told(told)) if connection.key else None
     if not run.broker.keys:
         return None
     directory = KeyDirectory(run.base_dir / run.broker.keys)
     return WatchedFile[tuple[Listed, ...]](directory.authorized, directory.records)
+
+
+def _told(path: Path) -> tuple[TokenRecord, ...]:
+    return read_secret(path, tuple[TokenRecord, ...], "the mirror of the run writes it again")
 
 
 def names_of(host: str, known: Iterable[str] = ()) -> frozenset[str]:
