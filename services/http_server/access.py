@@ -5,7 +5,8 @@ Pure but for `access_of`.
 No web page of anybody else's may, although a browser on this machine reaches the servers:
 
 - `Host` must be an IP address, a name without a dot, this machine's name, the bound host, or one of `run.http_hosts`.
-  A page that points its own name at this machine (DNS rebinding) has a name with a dot that is none of these.
+  A page that points its own name at this machine (DNS rebinding) has a name with a dot that is none of these. With a
+  valid token any name is good: hosts that join use whatever name they reach the run by, and such a page has no token.
 - `Origin` must be that of the server itself, or an allowed one. Browsers send it with every POST.
 - `Sec-Fetch-Site` must not be `cross-site` or `same-site`, unless the origin is allowed.
 
@@ -87,17 +88,21 @@ class HttpAccess:
             method: Its method.
             preflight: It is a browser's question, which has no token.
         """
-        if (foreign := self.foreign(header)) is not None:
+        asks = not self.tokens.is_open and not preflight
+        holder = self.tokens.holder(given or bearer(header("authorization"))) if asks else None
+        if (foreign := self.foreign(header, is_known=holder is not None)) is not None:
             return foreign
-        if self.tokens.is_open or preflight:
-            return None
-        holder = self.tokens.holder(given or bearer(header("authorization")))
-        return self.denied(holder, method, path)
+        return self.denied(holder, method, path) if asks else None
 
-    def foreign(self, header: Header) -> Refused | None:
-        """Return why a request is refused for where it comes from, None if it is not."""
+    def foreign(self, header: Header, *, is_known: bool = False) -> Refused | None:
+        """Return why a request is refused for where it comes from, None if it is not.
+
+        Args:
+            header: Its headers.
+            is_known: It has a token of somebody, and a page that points its own name here has none.
+        """
         host, origin = header("host").lower(), header("origin")
-        if not self._is_ours(host):
+        if not is_known and not self._is_ours(host):
             known = "use an IP address, or add the name to run.http_hosts"
             return Refused(403, f"host: unknown name (got {host[:80]!r}); {known}")
         is_allowed = bool(self.origins & {origin, ANY})
