@@ -16,6 +16,7 @@ inference-1.json ... addresses of further engines                       each eng
 teacher.json         address of the teacher                             teacher, once it is ready
 connection.json      the run's addresses and key, in the directory of another host    whoever joins
 http_token           token for the run's HTTP servers, if it has keys   launcher; on another host whoever joins
+http_tokens.json     hashes of the tokens that an engine accepts, on another host    whoever joins
 tls_ca.pem           certificates that the run's clients trust, on another host    whoever joins
 gateway.json         address of the HTTP interface                      gateway, once it listens
 registrations.json   trainer, environments and step of the gateway      gateway
@@ -88,6 +89,7 @@ class RunLayout:
         self.teacher = root / "teacher.json"
         self.connection = root / "connection.json"
         self.http_token = root / "http_token"
+        self.http_tokens = root / "http_tokens.json"
         self.tls_ca = root / "tls_ca.pem"
         self.gateway = root / "gateway.json"
         self.registrations = root / "registrations.json"
@@ -220,6 +222,8 @@ class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Reason why it cannot sample now, as in its `/health`; empty if it can."""
     network: str = ""
     """Network of its host, see `own_network`: a `url` on loopback is for processes of the same network alone."""
+    key: str = ""
+    """Name of the key of an engine of another host: processes of the run's host send it a token for this key alone."""
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,11 @@ def join_engine(
         str, typer.Option(help="Host by which others reach it.  [default: the bound one]", show_default=False)
     ] = "",
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Allow an address within reach of other machines, unencrypted.")
+        bool,
+        typer.Option(
+            "--insecure",
+            help="Without --key: allow an address within reach of other machines, for everybody.",
+        ),
     ] = False,
     tls_cert: Annotated[
         Path | None,
@@ -69,7 +73,9 @@ def join_engine(
 
     way = programs.Way(connection(required(connect, "--connect"), key, "EngineBeat"), run_dir, grace, name)
     raise typer.Exit(
-        programs.join_engine(Served(host, port, advertise, insecure, tls_cert, tls_key), model, way)
+        programs.join_engine(
+            Served(host, port, advertise, insecure, key is not None, tls_cert, tls_key), model, way
+        )
     )
 
 

@@ -58,7 +58,8 @@ class RunSection(Section):
     """Certificates (PEM) that the run's own clients trust, instead of those of their system."""
     http_hosts: tuple[str, ...] = ()
     """Names with a dot by which clients reach the run's HTTP servers, `*` for all. IP addresses, names without a dot
-    and this machine's name need no entry. Other `Host` headers are refused: a page could point its own name here."""
+    and this machine's name need no entry, nor has a request with a valid token. Other `Host` headers are refused: a
+    page could point its own name here."""
     log_bytes: Annotated[int, Field(ge=1 << 16, le=1 << 40)] = 16 * MIB
     """Size at which a process log is rotated to `NAME.log.1`. An ordinary worker takes hours to fill it."""
     log_files: Annotated[int, Field(ge=1, le=1000)] = 3

@@ -70,6 +70,17 @@ class KeyList(msgspec.Struct, frozen=True, kw_only=True):
     keys: Annotated[tuple[KeyRecord, ...], Meta(max_length=KEYS_LIMIT)] = ()
 
 
+class TokenRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One token of `http_tokens.json`, on a host that serves a run of another one: its hash, and whose it is."""
+
+    name: str
+    """Name of the key; `(run)` for processes of the run's own host."""
+    role: Role
+    token: TokenHash
+    revoked: float | None = None
+    """When it was revoked, wall-clock seconds of the run's host; None if it was not."""
+
+
 class Bundle(msgspec.Struct, frozen=True, kw_only=True):
     """`NAME.key`: what a client of another host carries."""
 

@@ -43,6 +43,8 @@ KEYS_SHOWN: Final = 256
 HOSTS_SHOWN: Final = 8
 """Most hosts of one key."""
 WAIT_CHARS: Final = 200
+TOKENS_LIMIT: Final = 10_001
+"""Most hashes of tokens: one of each key, and one of the run."""
 
 
 class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
@@ -88,14 +90,32 @@ class SharedFile(Message, tag="shared_file", frozen=True, kw_only=True):
     mark: Annotated[str, Meta(max_length=64)]
 
 
+class HttpToken(Message, tag="http_token", frozen=True, kw_only=True):
+    """Whose token for HTTP has a hash. A server of another host knows tokens by it, and cannot use them.
+
+    Attributes:
+        name: Name of the key; `(run)` for processes of the run's own host.
+        role: Role of its holder, such as `worker`.
+        token: SHA-256 of the token, in hexadecimal.
+        revoked: When it was revoked, wall-clock seconds of the run's host; None if it was not.
+    """
+
+    name: Annotated[str, Meta(max_length=64)]
+    role: Annotated[str, Meta(max_length=16)]
+    token: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}\Z")]
+    revoked: Seconds | None = None
+
+
 class GetRun(Message, tag="get_run", frozen=True, kw_only=True):
     """Ask for the run, to take part in it from another host.
 
     Attributes:
         have: `digest` of the configuration that the asker has; the reply leaves out the same one.
+        have_tokens: `tokens_digest` of the hashes that the asker has, for the same; None for a host without a server.
     """
 
     have: Annotated[str, Meta(max_length=64)] = ""
+    have_tokens: Annotated[str, Meta(max_length=64)] | None = None
 
 
 class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
@@ -110,6 +130,8 @@ class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
         engines: The inference servers of the run, those of other hosts included.
         teacher: Base address of the teacher; empty if there is none.
         files: Files of the model that exist by now.
+        tokens_digest: BLAKE2b of `tokens`; empty if the asker did not ask for them, or has another role than `engine`.
+        tokens: Hashes of the tokens that a server of the asker accepts; none if the asker has them.
     """
 
     epoch: Count
@@ -119,6 +141,8 @@ class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
     engines: Annotated[tuple[EngineState, ...], Meta(max_length=ENGINES_LIMIT)] = ()
     teacher: Annotated[str, Meta(max_length=URL_CHARS)] = ""
     files: Annotated[tuple[SharedFile, ...], Meta(max_length=64)] = ()
+    tokens_digest: Annotated[str, Meta(max_length=64)] = ""
+    tokens: Annotated[tuple[HttpToken, ...], Meta(max_length=TOKENS_LIMIT)] = ()
 
 
 class GetFile(Message, tag="get_file", frozen=True, kw_only=True):

@@ -375,7 +375,8 @@ class GatewayApp:
 
     async def _docs(self, _request: Request) -> Answer:
         page = Answer(docs(), kind=b"text/html; charset=utf-8")
-        page.headers = ((b"content-security-policy", POLICY),)
+        # The address may have a token.
+        page.headers = ((b"content-security-policy", POLICY), (b"referrer-policy", b"no-referrer"))
         return page
 
     async def _openapi(self, _request: Request) -> Answer:

@@ -94,6 +94,7 @@ class _Server(uvicorn.Server):
         bound: The bound socket.
         bounds: Its open connections.
         tls: Its certificate; None for plain HTTP.
+        head_s: Time for a handshake of TLS, and for the headers behind it.
     """
 
     def __init__(

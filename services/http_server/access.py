@@ -5,7 +5,8 @@ Pure but for `access_of`.
 No web page of anybody else's may, although a browser on this machine reaches the servers:
 
 - `Host` must be an IP address, a name without a dot, this machine's name, the bound host, or one of `run.http_hosts`.
-  A page that points its own name at this machine (DNS rebinding) has a name with a dot that is none of these.
+  A page that points its own name at this machine (DNS rebinding) has a name with a dot that is none of these. With a
+  valid token any name is good: hosts that join use whatever name they reach the run by, and such a page has no token.
 - `Origin` must be that of the server itself, or an allowed one. Browsers send it with every POST.
 - `Sec-Fetch-Site` must not be `cross-site` or `same-site`, unless the origin is allowed.
 
@@ -18,13 +19,17 @@ import ipaddress
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.keys.key_files import read_secret
 from rolloutmq.bus.transport.keys.watched_file import WatchedFile
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.network.keys import Role
+from rolloutmq.schemas.files import Connection, RunLayout
+from rolloutmq.schemas.network.keys import Role, TokenRecord
 from rolloutmq.services.http_server import roles
 from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.run_token import http_token
@@ -83,17 +88,21 @@ class HttpAccess:
             method: Its method.
             preflight: It is a browser's question, which has no token.
         """
-        if (foreign := self.foreign(header)) is not None:
+        asks = not self.tokens.is_open and not preflight
+        holder = self.tokens.holder(given or bearer(header("authorization"))) if asks else None
+        if (foreign := self.foreign(header, is_known=holder is not None)) is not None:
             return foreign
-        if self.tokens.is_open or preflight:
-            return None
-        holder = self.tokens.holder(given or bearer(header("authorization")))
-        return self.denied(holder, method, path)
+        return self.denied(holder, method, path) if asks else None
 
-    def foreign(self, header: Header) -> Refused | None:
-        """Return why a request is refused for where it comes from, None if it is not."""
+    def foreign(self, header: Header, *, is_known: bool = False) -> Refused | None:
+        """Return why a request is refused for where it comes from, None if it is not.
+
+        Args:
+            header: Its headers.
+            is_known: It has a token of somebody, and a page that points its own name here has none.
+        """
         host, origin = header("host").lower(), header("origin")
-        if not self._is_ours(host):
+        if not is_known and not self._is_ours(host):
             known = "use an IP address, or add the name to run.http_hosts"
             return Refused(403, f"host: unknown name (got {host[:80]!r}); {known}")
         is_allowed = bool(self.origins & {origin, ANY})
@@ -176,11 +185,22 @@ def store_of(run: RunConfig) -> TokenStore:
 
 
 def listed_keys(run: RunConfig) -> WatchedFile[tuple[Listed, ...]] | None:
-    """Return the keys of a run, None if it has none; raises what `KeyDirectory.records` raises."""
+    """Return the keys of a run, None if it has none: of its key directory, or as the broker tells them another host.
+
+    Raises what `KeyDirectory.records` raises.
+    """
+    layout = RunLayout(run.run.dir)
+    if (connection := read_json(layout.connection, Connection)) is not None:
+        told = layout.http_tokens
+        return WatchedFile[tuple[Listed, ...]](told, lambda: _told(told)) if connection.key else None
     if not run.broker.keys:
         return None
     directory = KeyDirectory(run.base_dir / run.broker.keys)
     return WatchedFile[tuple[Listed, ...]](directory.authorized, directory.records)
+
+
+def _told(path: Path) -> tuple[TokenRecord, ...]:
+    return read_secret(path, tuple[TokenRecord, ...], "the mirror of the run writes it again")
 
 
 def names_of(host: str, known: Iterable[str] = ()) -> frozenset[str]:

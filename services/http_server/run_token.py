@@ -1,8 +1,11 @@
 """The run's own token for its HTTP servers: of the file that the configuration names, or made for a run with keys.
 
-The run's own processes on its own host send it. It never leaves this host; other hosts have the tokens of their keys.
+The run's own processes on its own host send it. It never leaves this host: other hosts have the tokens of their keys,
+and an engine there gets a token that is made from the run's and opens the engines of its key alone.
 """
 
+import base64
+import hmac
 import os
 import re
 import secrets
@@ -45,6 +48,19 @@ def http_token(run: RunConfig) -> str:
             f"(got {len(token)} characters); make one: (umask 077; openssl rand -hex 32 > {path})",
         )
     return token
+
+
+def engine_token(own: str, key: str) -> str:
+    """Return what processes of the run's host send to engines of other hosts.
+
+    Args:
+        own: The run's own token; empty if there is none.
+        key: Name of the engines' key; empty for engines without one, which get nothing.
+    """
+    if not own or not key:
+        return ""
+    made = hmac.digest(own.encode(), f"engines of key {key}".encode(), "sha256")
+    return base64.urlsafe_b64encode(made).rstrip(b"=").decode()
 
 
 def with_own_token(run: RunConfig, layout: RunLayout) -> RunConfig:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.lifecycle import hide
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.schemas.config.command import filled, problem_of_secrets, resolved, secrets_in
@@ -39,6 +40,7 @@ class ProgramCommands:
         self._config = config
         self._layout = layout
         self._token = http_token(config)
+        hide(self._token, "TOKEN")  # it is in the URLs of the programs
 
     @property
     def can_start(self) -> bool:

@@ -41,7 +41,6 @@ from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
-from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.http_server.tls import client_tls
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
@@ -53,6 +52,7 @@ from rolloutmq.services.worker.openai.call_latencies import CallLatencies
 from rolloutmq.services.worker.openai.call_trace import RolloutTracer
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
+from rolloutmq.services.worker.openai.engine_tokens import token_of
 from rolloutmq.services.worker.policy import CountingPolicy, NoPolicy, Policy
 from rolloutmq.services.worker.rollouts import TRACEBACK_EVERY_S, RateLimitedLog, Rollouts
 from rolloutmq.services.worker.teacher_client import TeacherClient
@@ -349,7 +349,7 @@ class Worker:
                 Engines(self._addresses, rng),
                 known=lambda: self._producer.policy if self._producer else PolicyVersion(),
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
-                token="" if is_external else http_token(self.config),
+                token=token_of(self.config, self.layout),
                 tls=None if is_external else client_tls(self.config),
                 latencies=CallLatencies(self._latencies, self.env),
                 # A server of another host names a directory there.

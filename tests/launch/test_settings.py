@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.rundir import load_run, read_run
 from rolloutmq.launch.endings import ProblemsError, problems_of
 from rolloutmq.launch.settings import load, load_part, overridden, prepare_service, validate
 from rolloutmq.schemas.config.run import RunConfig
@@ -497,3 +497,29 @@ def test_a_broker_alone_has_no_trainer_unless_it_is_asked_for(file: Path, tmp_pa
     ):
         prepare_service(tmp_path / str(number), given, assignments)
         assert load_run(tmp_path / str(number))[0].trainer.enabled is enabled
+
+
+def test_a_run_with_keys_gets_a_token_of_its_own(tmp_path: Path) -> None:
+    prepare_service(tmp_path / "plain", None, [])
+    assert read_run(tmp_path / "plain")[0].run.http_token_file is None
+    own = RunLayout(tmp_path / "keyed").http_token
+    prepare_service(tmp_path / "keyed", None, ["broker.keys=keys"])
+    token = own.read_text()
+    assert read_run(tmp_path / "keyed")[0].run.http_token_file == own
+    prepare_service(tmp_path / "keyed", None, ["run.seed=1"])
+    assert (read_run(tmp_path / "keyed")[0].run.http_token_file, own.read_text()) == (own, token)
+
+
+def test_tokens_let_a_server_listen_beyond_this_host() -> None:
+    for tokens in ("run.http_token_file=token", "broker.keys=keys"):
+        config = load(None, environ={}, assignments=["inference.host=0.0.0.0", tokens])
+        assert config.asks_for_tokens
+        assert config.unencrypted == ("inference (0.0.0.0)",)
+        files = ["run.tls_cert=c", "run.tls_key=k"]
+        assert (
+            load(None, environ={}, assignments=["inference.host=0.0.0.0", tokens, *files]).unencrypted == ()
+        )
+    with pytest.raises(
+        ConfigError, match=r"inference\.host: .* asks for no token"
+    ):  # TLS alone keeps nobody out
+        load(None, environ={}, assignments=["inference.host=0.0.0.0", "run.tls_cert=c", "run.tls_key=k"])

@@ -60,6 +60,7 @@ class Mirror:
         given: Directory of this host; None for the usual one.
         apart: Added to the name of the usual directory, for programs that share theirs with no others.
         asks: Its programs ask the HTTP servers of the run, with the token of the key.
+        serves: Its programs have an HTTP server, which with a key asks for tokens.
 
     Attributes:
         copy: The directory; None before the first answer.
@@ -77,6 +78,7 @@ class Mirror:
         *,
         apart: str = "",
         asks: bool = False,
+        serves: bool = False,
     ) -> None:
         self.copy: RunCopy | None = None
         self.changes = 0
@@ -89,7 +91,10 @@ class Mirror:
         self._given = given
         self._apart = apart
         self._asks = asks
+        self._serves = serves
         self._digest = ""
+        self._tokens: str | None = None
+        """Digest of the written tokens."""
         self._place: tuple[str, int] | None = None
         """Address and epoch of the written endpoints."""
         self._next = 0
@@ -158,7 +163,8 @@ class Mirror:
             self._next += 1
 
     async def _look(self, client: BrokerClient) -> None:
-        reply = await client.request(GetRun(have=self._digest), ANSWER_S)
+        asked = GetRun(have=self._digest, have_tokens=(self._tokens or "") if self._serves else None)
+        reply = await client.request(asked, ANSWER_S)
         if not isinstance(reply, RunReply):
             raise MalformedError(f"wrong type of reply to GetRun (got {type(reply).__name__})")
         if self.run_name and reply.run != self.run_name:
@@ -171,6 +177,8 @@ class Mirror:
             if self._place != (client.address, reply.epoch):
                 await self._find_sockets(client, copy)
                 self._place = client.address, reply.epoch
+            if self._serves:
+                self._take_tokens(copy, reply)
             copy.take_servers(reply, client.address)
             for file in copy.missing(reply.files):
                 copy.take_file(file, await _fetched(client, file))
@@ -204,6 +212,15 @@ class Mirror:
                 key=self._connection.key,
             )
         )
+
+    def _take_tokens(self, copy: RunCopy, reply: RunReply) -> None:
+        """Keep the tokens that servers of this host accept: before the configuration, with which they start.
+
+        A broker that tells none leaves a server with a key closed to everybody.
+        """
+        if reply.tokens_digest != self._tokens:
+            copy.take_tokens(reply.tokens if self._connection.key else None)
+            self._tokens = reply.tokens_digest
 
     def _take_config(self, copy: RunCopy, reply: RunReply) -> None:
         try:

@@ -18,11 +18,14 @@ from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.transport.mirror.place import usable_url
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Connection, Endpoints, InferenceAddress, RunLayout
-from rolloutmq.schemas.wire.joining import SHARED_FILES, EngineState, RunReply, SharedFile
+from rolloutmq.schemas.network.keys import Role, TokenRecord
+from rolloutmq.schemas.wire.joining import SHARED_FILES, EngineState, HttpToken, RunReply, SharedFile
 
 logger = logging.getLogger(__name__)
 
 FOLDERS: Final = ("logs", "acks", "spools", "model")
+
+_ROLES: Final = frozenset(Role)
 
 Accept = Callable[[bytes, RunLayout], RunConfig]
 """Checks a configuration as the run tells it, and returns the one of this host; raises ConfigError to refuse it."""
@@ -63,6 +66,19 @@ class RunCopy:
             return None
         write_private(self.layout.tls_ca, certificates.encode())
         return self.layout.tls_ca
+
+    def take_tokens(self, tokens: tuple[HttpToken, ...] | None) -> None:
+        """Replace the tokens that servers of this host accept; None: they ask for none."""
+        if tokens is None:
+            self.layout.http_tokens.unlink(missing_ok=True)
+            return
+        # A newer version of the broker may have further roles: their holders may do nothing here.
+        known = [one for one in tokens if one.role in _ROLES]
+        records = [
+            TokenRecord(name=one.name, role=Role(one.role), token=one.token, revoked=one.revoked)
+            for one in known
+        ]
+        write_json(self.layout.http_tokens, records)
 
     def take_endpoints(self, endpoints: Endpoints) -> None:
         """Replace the addresses of the broker."""

@@ -41,19 +41,26 @@ class Served:
     port: int = 0
     advertise: str = ""
     insecure: bool = False
+    has_tokens: bool = False
+    """It asks for tokens: the run has keys."""
     tls_cert: Path | None = None
     tls_key: Path | None = None
 
     def __post_init__(self) -> None:
-        if not self.insecure and not is_loopback(self.host):
+        if not self.insecure and not self.has_tokens and not is_loopback(self.host):
             raise ConfigError(
                 "--host",
-                f"is within reach of other machines, and plain HTTP is not encrypted (got {self.host!r}); "
-                "allow it with --insecure",
+                f"is within reach of other machines, and without --key the engine asks for no token (got "
+                f"{self.host!r}); allow it with --insecure",
             )
 
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("--tls-cert", "belongs to --tls-key: give both, or none")
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether tokens reach it from other machines without encryption."""
+        return self.has_tokens and self.tls_cert is None and not is_loopback(self.host)
 
     def check(self) -> None:
         """Read the certificate; raises what `load_certificate` raises."""

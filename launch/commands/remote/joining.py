@@ -64,6 +64,8 @@ class Joining:
     directory: Path | None = None
     grace_s: float = 25.0
     beside: Beside | None = None
+    serves: bool = False
+    """It has an HTTP server, which with a key asks for tokens."""
     is_alone: bool = False
     """It shares its usual directory with no others. Trainer and engines of a host share one, for the weights."""
 
@@ -80,6 +82,7 @@ def join(joining: Joining) -> int:
             joining.directory,
             apart=joining.name if joining.is_alone else "",
             asks=joining.is_alone,
+            serves=joining.serves,
         )
         refreshing = asyncio.create_task(mirror.run(), name="mirror")
         try:

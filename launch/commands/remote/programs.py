@@ -2,6 +2,7 @@
 
 import re
 import socket
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +100,13 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
     beats = EngineBeats(name, served)
     programs = ((name, Role.INFERENCE, ("inference", "--engine", name)),)
     accept = served.accepting(training(model))
-    return join(Joining(name, programs, way.connection, accept, way.directory, way.grace_s, beats.run))
+    if served.is_clear:
+        sys.stderr.write(
+            f"warning: tokens travel unencrypted to {served.host}; give --tls-cert and --tls-key\n"
+        )
+    return join(
+        Joining(name, programs, way.connection, accept, way.directory, way.grace_s, beats.run, serves=True)
+    )
 
 
 @dataclass(frozen=True)

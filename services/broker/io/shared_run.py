@@ -21,10 +21,12 @@ from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.tokenizer_fingerprint import student_directory, student_model
 from rolloutmq.bus.transport.keys import ticket
+from rolloutmq.bus.transport.keys.directory import hash_of_token
 from rolloutmq.bus.transport.mirror.shared_config import shared
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
+from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.joining import (
     CONFIG_LIMIT_BYTES,
@@ -41,6 +43,7 @@ from rolloutmq.schemas.wire.joining import (
     GetFile,
     GetRun,
     GetWeightsTicket,
+    HttpToken,
     JoinedEngine,
     JoiningRequest,
     RelayBeat,
@@ -51,11 +54,16 @@ from rolloutmq.schemas.wire.joining import (
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.broker_state import refuse
 from rolloutmq.services.broker.io.relays import Relays
+from rolloutmq.services.http_server.access import listed_keys
+from rolloutmq.services.http_server.run_token import engine_token, http_token
+from rolloutmq.services.http_server.tokens import OWN, Listed
 
 logger = logging.getLogger(__name__)
 
 KEPT_S: Final = 0.25
 """Time for which a look at the files answers further requests."""
+_SERVING: Final = frozenset({Role.ENGINE, Role.ADMIN})
+"""Roles of keys that may have servers on other hosts."""
 GONE_S: Final = 30.0
 """Silence after which the address of another host's engine is removed."""
 _URL: Final = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
@@ -84,6 +92,10 @@ class SharedRun:
             )
         self._digest = hashlib.blake2b(self._shared, digest_size=16).hexdigest()
         self._reply: tuple[RunReply, float] | None = None
+        self._keys = listed_keys(config)
+        self._hashes: dict[str, tuple[tuple[HttpToken, ...], str]] = {}
+        """Hashes and their digest, for each key that has asked."""
+        self._own_token = http_token(config) if self._keys is not None else ""
         self._beats: dict[str, float] = {}
         """Time of the last heartbeat of each engine of another host."""
         self._owners: dict[str, str] = {}
@@ -110,7 +122,7 @@ class SharedRun:
         """
         match request:
             case GetRun():
-                return self._run(request, now)
+                return self._run(request, now, sender)
             case GetFile():
                 return self._part(request)
             case EngineBeat():
@@ -150,11 +162,35 @@ class SharedRun:
                 self._remove(name)
         self.relays.sweep(now)
 
-    def _run(self, request: GetRun, now: float) -> RunReply:
+    def _run(self, request: GetRun, now: float, sender: str) -> RunReply:
         if self._reply is None or now - self._reply[1] >= KEPT_S:
             self._reply = self._looked(), now
         reply = self._reply[0]
-        return reply if request.have == self._digest else msgspec.structs.replace(reply, config=self._shared)
+        if request.have != self._digest:
+            reply = msgspec.structs.replace(reply, config=self._shared)
+        if request.have_tokens is None or self._keys is None:
+            return reply
+        if self._keys.look(now):
+            self._hashes.clear()
+        if sender not in self._hashes:
+            tokens = self._tokens(sender, self._keys.value)
+            digest = hashlib.blake2b(msgspec.msgpack.encode(tokens), digest_size=16).hexdigest()
+            self._hashes[sender] = tokens, digest if tokens else ""
+        tokens, digest = self._hashes[sender]
+        told = () if request.have_tokens == digest else tokens
+        return msgspec.structs.replace(reply, tokens_digest=digest, tokens=told)
+
+    def _tokens(self, sender: str, keys: tuple[Listed, ...]) -> tuple[HttpToken, ...]:
+        """Return the hashes for the servers of a key; none for a key without servers."""
+        mine = next((key for key in keys if key.name == sender), None)
+        if mine is None or mine.role not in _SERVING or mine.revoked is not None:
+            return ()
+        listed = (
+            HttpToken(name=key.name, role=key.role, token=key.token, revoked=key.revoked) for key in keys
+        )
+        own = engine_token(self._own_token, sender)
+        local = HttpToken(name=OWN, role=Role.WORKER, token=hash_of_token(own)) if own else None
+        return (*listed, local) if local is not None else tuple(listed)
 
     def _looked(self) -> RunReply:
         engines = (self._state(one) for one in engines_of(self._layout)[:ENGINES_LIMIT])
@@ -265,6 +301,7 @@ class SharedRun:
                     draining=engine.draining,
                     trouble=engine.trouble,
                     network=engine.network,
+                    key=sender,
                 ),
             )
         except OSError as error:

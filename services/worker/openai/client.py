@@ -58,6 +58,14 @@ _HEADERS: Final = {"Content-Type": "application/json", "Accept-Encoding": "ident
 _T = TypeVar("_T", bytes, Engine)
 
 
+TokenOf = Callable[[Engine], str]
+"""Returns the token that an engine gets; empty for none."""
+
+
+def _no_token(_engine: Engine) -> str:
+    return ""
+
+
 class OpenAIPolicy:
     """A `Policy` over HTTP; `engines` chooses the server of each attempt.
 
@@ -70,7 +78,7 @@ class OpenAIPolicy:
         engines: Engines,
         known: Callable[[], PolicyVersion],
         patience_s: float,
-        token: str,
+        token: TokenOf,
         latencies: CallLatencies,
         root: str = "",
         tls: ssl.SSLContext | None = None,
@@ -101,7 +109,7 @@ class OpenAIPolicy:
         *,
         known: Callable[[], PolicyVersion] = PolicyVersion,
         patience_s: float = 300.0,
-        token: str = "",
+        token: TokenOf = _no_token,
         latencies: CallLatencies | None = None,
         root: str = "",
         tls: ssl.SSLContext | None = None,
@@ -112,7 +120,7 @@ class OpenAIPolicy:
             engines: Chooses the server.
             known: Returns the newest known policy version, for servers that report none.
             patience_s: Seconds of retries before a call gives up.
-            token: Token of the servers, empty if they need none.
+            token: Returns the token of a server, empty if it needs none.
             latencies: Measures the calls.
             root: Directory of the model's tokenizer on this host, in place of what the server names.
             tls: What to trust; None for the authorities of the system.
@@ -122,7 +130,7 @@ class OpenAIPolicy:
         async with aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
-            headers=_HEADERS | authorization(token),
+            headers=_HEADERS,
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
             yield cls(session, engines, known, patience_s, token, latencies or CallLatencies(), root, tls)
@@ -242,7 +250,7 @@ class OpenAIPolicy:
         engine = await self._until(self._found)
         engine.in_hand += 1
         try:
-            base_url = with_token(engine.url, self._token) + wire.BASE
+            base_url = with_token(engine.url, self._token(engine)) + wire.BASE
             root = self._root or engine.root
             yield Endpoint(base_url, engine.model, self._known(), self._known, root=root, tls=self._tls)
         finally:
@@ -300,7 +308,7 @@ class OpenAIPolicy:
             traced_call(engine.name or engine.url, path) as call,
             self._latencies.attempt(engine.name, path) as attempt,
         ):
-            status, body = await self._post(engine.url + path, request(engine.model))
+            status, body = await self._post(engine, path, request(engine.model))
             call.status = status
             attempt.answered(status, body)
             call.tokens, call.prompt_tokens = attempt.tokens, attempt.prompt_tokens
@@ -317,7 +325,8 @@ class OpenAIPolicy:
 
     async def _find(self, engine: Engine) -> str:
         """Look up the model of an engine; return the reason to retry, or an empty string."""
-        async with self._session.get(engine.url + wire.MODELS) as response:
+        headers = authorization(self._token(engine))
+        async with self._session.get(engine.url + wire.MODELS, headers=headers) as response:
             body = await response.read()
         if response.status == 200:
             model = wire.first_model(body)
@@ -328,8 +337,9 @@ class OpenAIPolicy:
             raise PolicyRefusedError(response.status, f"{wire.MODELS}: {text}")
         return f"status {response.status}, {text}"
 
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        async with self._session.post(url, data=body) as response:
+    async def _post(self, engine: Engine, path: str, body: bytes) -> tuple[int, bytes]:
+        headers = authorization(self._token(engine))
+        async with self._session.post(engine.url + path, data=body, headers=headers) as response:
             return response.status, await response.read()
 
     def _complain(self, why: str) -> None:

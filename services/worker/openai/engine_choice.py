@@ -38,6 +38,8 @@ class Engine:
     """Directory or hub name of the model, if the server says."""
     name: str = ""
     """Name in the run."""
+    key: str = ""
+    """Name of its key, if it is of another host."""
     in_hand: int = 0
     """Unanswered requests of this worker."""
     passed_until: float = float("-inf")
@@ -80,7 +82,7 @@ class Engines:
                 continue
             life = address.url, address.pid
             known[life] = engine = self._known.get(life) or Engine(
-                address.url.rstrip("/").removesuffix("/v1"), name=address.name
+                address.url.rstrip("/").removesuffix("/v1"), name=address.name, key=address.key
             )
             engine.silent = silent
         self._known = known

@@ -36,6 +36,7 @@ WITHOUT_RUN = frozenset(
         "compare",
         "keys init",
         "keys new",
+        "keys tls",
         "keys list",
         "keys revoke",
     }

@@ -57,6 +57,18 @@ def test_a_name_that_a_page_could_point_here_is_refused(host: str, expected: int
     assert status(HttpAccess(frozenset({"*"})), host=host) == 200
 
 
+def test_with_a_token_any_name_is_good_and_no_foreign_page() -> None:
+    """Hosts that join use the name by which they reach the run; a page that points its name here has no token."""
+    told: dict[str, Any] = {"host": "head.example:8000", "authorization": f"Bearer {TOKEN}"}
+    assert status(GUARDED, **told) == 200
+    assert status(GUARDED, TOKEN, host="head.example:8000") == 200
+    assert status(GUARDED, host="head.example:8000") == 403
+    assert status(GUARDED, host="head.example:8000", authorization=f"Bearer {TOKEN}x") == 403
+    assert status(GUARDED, preflight=True, **told) == 403
+    assert status(GUARDED, **told, origin="http://evil.example") == 403
+    assert status(GUARDED, **told, sec_fetch_site="cross-site") == 403
+
+
 @pytest.mark.parametrize(
     ("origin", "site", "expected"),
     [

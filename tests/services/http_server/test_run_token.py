@@ -10,7 +10,7 @@ from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.run import RunConfig, RunSection
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.services.http_server.run_token import http_token, with_own_token
+from rolloutmq.services.http_server.run_token import engine_token, http_token, with_own_token
 
 TOKEN = "0123456789abcdef"
 
@@ -67,3 +67,11 @@ def test_a_run_with_keys_makes_its_own_token_once(tmp_path: Path) -> None:
     assert with_own_token(RunConfig(), layout) == RunConfig()
     named = with_file(tmp_path / "token", TOKEN).model_copy(update={"broker": keyed.broker})
     assert with_own_token(named, layout) == named
+
+
+def test_engines_of_a_key_get_a_token_of_their_own() -> None:
+    made = engine_token(TOKEN, "engine-7")
+    assert made == engine_token(TOKEN, "engine-7")
+    assert len(made) == 43
+    assert len({made, engine_token(TOKEN, "engine-8"), engine_token(TOKEN + "0", "engine-7"), TOKEN}) == 4
+    assert engine_token("", "engine-7") == engine_token(TOKEN, "") == ""

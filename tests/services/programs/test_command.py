@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from rolloutmq.schemas.process import Restart
 from rolloutmq.services.programs.command import ProgramCommands, check_command, split_path
 
 
-def commands(layout: RunLayout, command: list[str], port: int = 8123, **more: Any) -> ProgramCommands:
+def commands(
+    layout: RunLayout, command: list[str], port: int = 8123, run: Mapping[str, str] = {}, **more: Any
+) -> ProgramCommands:
     variables = {"A": "<{worker}>", "B": "env:PROGRAM_KEY"}
     environment = {"command": command, "group_size": 4, "concurrency": 6, "variables": variables}
     config = validate(
         {
-            "run": {"seed": 40},
+            "run": {"seed": 40, **run},
             "environment": {"e": environment},
             "gateway": {"enabled": True, "port": port, **more},
             "inference": {"host": "0.0.0.0", "port": 9000, "insecure": True},
@@ -63,6 +66,15 @@ def test_every_placeholder_is_filled(tmp_path: Path) -> None:
         "ROLLOUTMQ_RUN_DIR": str(tmp_path),
     }
     assert (spec.cwd, spec.foreign, spec.restart) == (str(tmp_path), True, Restart.ALWAYS)
+
+
+def test_a_program_finds_what_to_trust(tmp_path: Path) -> None:
+    run = {"tls_cert": "tls.pem", "tls_key": "tls.key", "tls_ca": "ca.pem"}
+    spec = commands(RunLayout(tmp_path), ["prog", "{gateway_url}", "{inference_url}"], run=run).spec(
+        "e-2", "e", 2
+    )
+    assert spec.env["ROLLOUTMQ_TLS_CA"] == str(tmp_path / "ca.pem")
+    assert spec.argv[1:] == ("https://127.0.0.1:8123/w/e-2", "https://127.0.0.1:9000/v1")
 
 
 def test_a_secret_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

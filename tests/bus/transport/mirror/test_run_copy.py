@@ -9,7 +9,8 @@ from rolloutmq.bus.engine_registry import engines_of
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.transport.mirror.run_copy import RunCopy
 from rolloutmq.schemas.files import Connection, InferenceAddress, RunLayout
-from rolloutmq.schemas.wire.joining import EngineState, RunReply, SharedFile
+from rolloutmq.schemas.network.keys import Role, TokenRecord
+from rolloutmq.schemas.wire.joining import EngineState, HttpToken, RunReply, SharedFile
 
 ADDRESS = "tcp://head:7760"
 
@@ -99,3 +100,20 @@ def test_a_token_is_private_and_removed_with_its_key(copy: RunCopy) -> None:
     assert path.stat().st_mode & 0o077 == 0
     assert copy.take_token("") is None
     assert not path.exists()
+
+
+def test_tokens_of_roles_that_this_version_does_not_know_open_nothing(copy: RunCopy) -> None:
+    hashes = [HttpToken(name=f"k-{role}", role=role, token="0" * 64) for role in ("worker", "auditor")]
+    copy.take_tokens(tuple(hashes))
+    assert read_json(copy.layout.http_tokens, list[TokenRecord]) == [
+        TokenRecord(name="k-worker", role=Role.WORKER, token="0" * 64)
+    ]
+    copy.take_tokens(None)
+    assert not copy.layout.http_tokens.exists()
+
+
+def test_the_authority_comes_and_goes(copy: RunCopy) -> None:
+    assert copy.take_ca("-----BEGIN CERTIFICATE-----") == copy.layout.tls_ca
+    assert copy.layout.tls_ca.read_text() == "-----BEGIN CERTIFICATE-----"
+    assert copy.take_ca("") is None
+    assert not copy.layout.tls_ca.exists()

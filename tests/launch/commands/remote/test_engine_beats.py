@@ -44,3 +44,15 @@ def test_the_configuration_gets_its_address_and_its_certificate(
 def test_half_a_certificate_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^--tls-cert: belongs to --tls-key: give both, or none"):
         Served(tls_key=Path("tls.key"))
+
+
+def test_others_reach_it_only_if_it_asks_for_tokens_or_everybody_may() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^--host: is within reach .*without --key .*allow it with --insecure"
+    ):
+        Served("10.0.0.9")
+    assert not Served("10.0.0.9", insecure=True).is_clear
+    assert Served("10.0.0.9", has_tokens=True).is_clear, "told"
+    secured = Served("10.0.0.9", has_tokens=True, tls_cert=Path("c"), tls_key=Path("k"))
+    assert not secured.is_clear
+    assert not Served(has_tokens=True).is_clear

@@ -23,7 +23,7 @@ from tests.launch.commands.remote.hosts import LIMIT_S, Hosts, end, hosts_at, wa
 from rolloutmq.bus.engine_registry import engines_of
 from rolloutmq.bus.rundir import load_run, read_json, write_json
 from rolloutmq.bus.shm import segment_file
-from rolloutmq.bus.transport.keys.bundle import load_keys
+from rolloutmq.bus.transport.keys.bundle import load_bundle, load_keys
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.errors import RefusedError
@@ -32,6 +32,7 @@ from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.process import python_command
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.joining import GetWeightsTicket
+from rolloutmq.services.http_server.access import authorization
 from rolloutmq.trainer.policy.model import build_policy, write_identity
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.posix_shm import WeightShare
@@ -142,10 +143,12 @@ def streamed(root: Path, listen: str = "tcp://127.0.0.1:0") -> Iterator[Run]:
                     segment_file.sweep(left)
 
 
-def sampled(url: str) -> list[dict[str, Any]]:
+def sampled(url: str, token: str) -> list[dict[str, Any]]:
     """Return the versions with which an engine sampled; none while it has no weights."""
     body = json.dumps({"model": "policy", "prompt": [1, 5, 6], "max_tokens": 3}).encode()
-    request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(
+        f"{url}/v1/completions", body, {"Content-Type": "application/json", **authorization(token)}
+    )
     with (
         contextlib.suppress(urllib.error.HTTPError),
         urllib.request.urlopen(request, timeout=LIMIT_S) as reply,
@@ -154,8 +157,8 @@ def sampled(url: str) -> list[dict[str, Any]]:
     return []
 
 
-def samples(url: str, wanted: list[dict[str, Any]]) -> bool:
-    return sampled(url) == wanted
+def samples(url: str, token: str, wanted: list[dict[str, Any]]) -> bool:
+    return sampled(url, token) == wanted
 
 
 @pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", SEALED])
@@ -170,10 +173,11 @@ def test_a_joined_engine_samples_with_the_newest_version(tmp_path: Path, listen:
             lambda: [one.name for one in engines_of(run.hosts.layout)] == ["inference.far"], "the engine"
         )
         url = engines_of(run.hosts.layout)[0].url
+        token = load_bundle(run.hosts.key("worker", Role.WORKER)).token
         for number in (1, 2):
             run.step(number)
             wanted = [{"incarnation": 0, "step": number}]
-            wait_until(partial(samples, url, wanted), f"step {number}")
+            wait_until(partial(samples, url, token, wanted), f"step {number}")
         assert "name=trainer " in run.hosts.log("relay.log"), "the sender knows the name of the key"
         assert end(engine) == 0
         assert end(relay) == 0

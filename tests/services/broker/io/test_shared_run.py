@@ -6,30 +6,38 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import msgspec
 import pytest
 
 from rolloutmq.bus.engine_registry import engines_of
+from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.transport.keys import ticket
+from rolloutmq.bus.transport.keys.directory import KeyDirectory, hash_of_token
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
+from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.joining import (
     PART_BYTES,
+    TOKENS_LIMIT,
     EngineBeat,
     EngineState,
     FilePart,
     GetFile,
     GetRun,
     GetWeightsTicket,
+    HttpToken,
     RunReply,
     WeightsTicket,
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.io.shared_run import GONE_S, KEPT_S, SharedRun
+from rolloutmq.services.http_server.run_token import engine_token
 
 EPOCH = 5
+TOKEN = "0123456789abcdef"
 
 
 def shared_of(run_dir: Path, **sections: Any) -> SharedRun:
@@ -216,3 +224,59 @@ def test_without_a_relay_there_is_no_ticket(run_dir: Path) -> None:
     assert "cannot be read" in refusal(run.answer(GetWeightsTicket(), 0.0)).detail
     other = refusal(shared_of(run_dir).answer(GetWeightsTicket(), 0.0))
     assert other.detail == "weights.backend: must be stream for other hosts (got posix_shm)"
+
+
+@pytest.fixture
+def keyed(run_dir: Path, tmp_path: Path) -> SharedRun:
+    """A run with keys, whose own token is known."""
+    (tmp_path / "keys").mkdir(mode=0o700)
+    keys = KeyDirectory.create(tmp_path / "keys")
+    for role in Role:
+        keys.new(f"{role.value}-7", role)
+    write_private(tmp_path / "token", TOKEN.encode())
+    run = {"name": "sums", "http_token_file": str(tmp_path / "token")}
+    return shared_of(run_dir, run=run, broker={"keys": str(keys.path)})
+
+
+def hashes(run: SharedRun, sender: str, now: float = 0.0, have: str = "") -> RunReply:
+    reply = run.answer(GetRun(have_tokens=have), now, sender)
+    assert isinstance(reply, RunReply)
+    return reply
+
+
+def test_hashes_of_tokens_go_to_keys_with_servers_alone(keyed: SharedRun, tmp_path: Path) -> None:
+    listed = {(key.name, key.role.value, key.token) for key in KeyDirectory(tmp_path / "keys").records()}
+    for sender in ("engine-7", "admin-7"):
+        found = hashes(keyed, sender)
+        own = ("(run)", "worker", hash_of_token(engine_token(TOKEN, sender)))
+        assert {(one.name, one.role, one.token) for one in found.tokens} == listed | {own}
+        again = hashes(keyed, sender, have=found.tokens_digest)
+        assert (again.tokens, again.tokens_digest) == ((), found.tokens_digest)
+        assert TOKEN.encode() not in msgspec.msgpack.encode(found)
+        assert hash_of_token(TOKEN).encode() not in msgspec.msgpack.encode(found)
+    for sender in ("worker-7", "trainer-7", "monitor-7", "nobody", ""):
+        assert (hashes(keyed, sender).tokens, hashes(keyed, sender).tokens_digest) == ((), "")
+    assert told(keyed).tokens == (), "nobody gets them who did not ask"
+
+
+def test_a_revocation_goes_to_the_engines(keyed: SharedRun, tmp_path: Path) -> None:
+    before = hashes(keyed, "engine-7")
+    KeyDirectory(tmp_path / "keys").revoke("worker-7")
+    after = hashes(keyed, "engine-7", now=1.0, have=before.tokens_digest)
+    assert {one.name for one in after.tokens if one.revoked is not None} == {"worker-7"}
+    KeyDirectory(tmp_path / "keys").revoke("engine-7")
+    assert hashes(keyed, "engine-7", now=2.0).tokens == ()
+
+
+def test_the_address_of_an_engine_has_its_key(run_dir: Path, keyed: SharedRun) -> None:
+    assert keyed.answer(beat(), 0.0, "engine-7") == Ok()
+    (found,) = engines_of(RunLayout(run_dir))
+    assert found.key == "engine-7"
+
+
+def test_ten_thousand_hashes_fit_a_reply() -> None:
+    one = HttpToken(name="x" * 64, role="trainer", token="0" * 64, revoked=1e9)
+    reply = RunReply(epoch=1, run="r", digest="d", tokens=(one,) * TOKENS_LIMIT)
+    data = msgspec.msgpack.encode(reply)
+    assert msgspec.msgpack.decode(data, type=RunReply) == reply
+    assert len(data) < 3 << 20

@@ -542,7 +542,7 @@ async def test_a_token_lets_the_workers_in_and_nobody_else(run_dir: Path) -> Non
         async with serving(trainer) as client:
             assert (await client.get("/health"))[0] == 401
             engines = Engines(lambda: [InferenceAddress(url=client.url, pid=0)], random.Random(0))
-            async with OpenAIPolicy.opened(engines, token="0123456789abcdef") as policy:
+            async with OpenAIPolicy.opened(engines, token=lambda _: "0123456789abcdef") as policy:
                 assert len(await policy.complete("1=", n=2, max_tokens=1)) == 2
                 async with (
                     policy.endpoint() as endpoint,
