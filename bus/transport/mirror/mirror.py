@@ -171,7 +171,7 @@ class Mirror:
             if self._place != (client.address, reply.epoch):
                 await self._find_sockets(client, copy)
                 self._place = client.address, reply.epoch
-            copy.take_servers(reply, client.address)
+            copy.take_servers(reply, client.address, time.monotonic())
             for file in copy.missing(reply.files):
                 copy.take_file(file, await _fetched(client, file))
             if reply.digest != self._digest:

@@ -39,6 +39,8 @@ class RunCopy:
     def __init__(self, layout: RunLayout, connection: Connection) -> None:
         self.layout = layout
         self._marks: dict[str, str] = {}
+        self._written: dict[str, tuple[tuple[int, int], float]] = {}
+        """Inode and time of each engine's file as it was last seen to change, and when that was by this clock."""
         self._wrong = LogThrottle()
         for name in FOLDERS:
             (layout.root / name).mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
@@ -68,17 +70,18 @@ class RunCopy:
         """Replace the addresses of the broker."""
         write_json(self.layout.endpoints, endpoints)
 
-    def take_servers(self, reply: RunReply, address: str) -> None:
+    def take_servers(self, reply: RunReply, address: str, now: float) -> None:
         """Replace the addresses of the inference servers and of the teacher.
 
         Args:
             reply: What the broker told.
             address: Where it was asked.
+            now: Monotonic seconds.
         """
         told = [engine for engine in reply.engines if self._is_usable(engine, address)]
         for engine in told:
-            self._take_engine(engine, address)
-        self._forget(told)
+            self._take_engine(engine, address, now)
+        self._forget(told, now)
         if url := usable_url(reply.teacher, address) if reply.teacher else "":
             _write_if_other(self.layout.teacher, InferenceAddress(url=url, pid=0, name="teacher"))
         else:
@@ -105,10 +108,10 @@ class RunCopy:
             )
         return False
 
-    def _take_engine(self, engine: EngineState, address: str) -> None:
+    def _take_engine(self, engine: EngineState, address: str, now: float) -> None:
         path, url = self.layout.engine(engine.name), usable_url(engine.url, address)
         known = read_json(path, InferenceAddress) if path.exists() else None
-        if known is not None and _is_newer(known, engine, url) and not _is_left(path):
+        if known is not None and _is_newer(known, engine, url) and not self._is_left(path, now):
             return
         write_json(
             path,
@@ -126,12 +129,30 @@ class RunCopy:
             ),
         )
 
-    def _forget(self, told: Iterable[EngineState]) -> None:
+    def _forget(self, told: Iterable[EngineState], now: float) -> None:
         """Remove engines that the run does not have any more. Those of this host itself write their files anew."""
         names = {engine.name for engine in told}
         for name, path in engine_files(self.layout):
-            if name not in names and _is_left(path):
+            if name not in names and self._is_left(path, now):
                 path.unlink(missing_ok=True)
+                self._written.pop(path.name, None)
+
+    def _is_left(self, path: Path, now: float) -> bool:
+        """Return whether nobody has written a file for long: an engine of this host writes its own every second.
+
+        Only changes are seen: the time of a file is by the clock of its server, which may be another host.
+        """
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            self._written.pop(path.name, None)
+            return True
+        mark = found.st_ino, found.st_mtime_ns
+        seen, at = self._written.setdefault(path.name, (mark, now))
+        if seen != mark:
+            self._written[path.name] = mark, now
+            return False
+        return now - at > SILENT_S
 
 
 def _is_newer(known: InferenceAddress, told: EngineState, url: str) -> bool:
@@ -141,11 +162,6 @@ def _is_newer(known: InferenceAddress, told: EngineState, url: str) -> bool:
     """
     is_same_life = (known.url, known.pid) == (url, told.pid)
     return known.number >= told.number if is_same_life else known.at > told.at
-
-
-def _is_left(path: Path) -> bool:
-    """Return whether nobody has written a file for long: an engine of this host writes its own anew every second."""
-    return time.time() - path.stat().st_mtime > SILENT_S
 
 
 def _write_if_other(path: Path, address: InferenceAddress) -> None:
