@@ -148,6 +148,7 @@ def create_private(path: Path, data: bytes) -> bool:
     written = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write_private(written, data)
+        force(written)  # or a power cut leaves the name without the contents
         os.link(written, path)
     except FileExistsError:
         return False

@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from rolloutmq.schemas.wire.envelope import Count, Message, Name, PolicyVersion, Seconds
+from rolloutmq.schemas.wire.envelope import Count, Message, Name, PolicyVersion, RunId, Seconds
 
 SHARED_FILES: Final = frozenset(
     {
@@ -60,6 +60,7 @@ class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
         draining: It accepts no new requests.
         trouble: Reason why it cannot sample now; empty if it can.
         network: Network of its host. A URL on loopback is for processes of the same network alone.
+        run_id: Id of the run whose weights it serves; empty if its directory had none.
     """
 
     name: Name
@@ -72,6 +73,7 @@ class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
     draining: bool = False
     trouble: Annotated[str, Meta(max_length=200)] = ""
     network: Annotated[str, Meta(max_length=NETWORK_CHARS)] = ""
+    run_id: RunId = ""
 
 
 class SharedFile(Message, tag="shared_file", frozen=True, kw_only=True):
@@ -110,6 +112,7 @@ class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
         engines: The inference servers of the run, those of other hosts included.
         teacher: Base address of the teacher; empty if there is none.
         files: Files of the model that exist by now.
+        run_id: Id of the run. With another one than before, what the asker has of the run is of an earlier one.
     """
 
     epoch: Count
@@ -119,6 +122,7 @@ class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
     engines: Annotated[tuple[EngineState, ...], Meta(max_length=ENGINES_LIMIT)] = ()
     teacher: Annotated[str, Meta(max_length=URL_CHARS)] = ""
     files: Annotated[tuple[SharedFile, ...], Meta(max_length=64)] = ()
+    run_id: RunId = ""
 
 
 class GetFile(Message, tag="get_file", frozen=True, kw_only=True):
@@ -176,6 +180,7 @@ class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
         secret: Secret of the tickets for that address.
         sealed: Its transfers are encrypted.
         ends: It ends in order.
+        run_id: Id of the run whose weights it has.
     """
 
     name: Name
@@ -187,6 +192,7 @@ class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
     secret: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     sealed: bool = True
     ends: bool = False
+    run_id: RunId = ""
 
 
 class GetWeightsTicket(Message, tag="get_weights_ticket", frozen=True, kw_only=True):

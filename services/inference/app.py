@@ -214,7 +214,7 @@ async def first(*waits: Coroutine[Any, Any, Any]) -> None:
 
 
 async def serve_http(
-    front: InferenceApp, layout: RunLayout, name: str, run: RunConfig, leaving: Leaving
+    front: InferenceApp, layout: RunLayout, name: str, run: RunConfig, leaving: Leaving, run_id: str = ""
 ) -> None:
     """Listen, warm up, publish the address; when asked to end, answer the requests in flight and return.
 
@@ -224,6 +224,7 @@ async def serve_http(
         name: Name of the engine. The first engine uses the configured port, also after a restart.
         run: Configuration, with host, port and token.
         leaving: Order to end.
+        run_id: Id of the run, as it was in the directory before any weights were looked for.
 
     Raises:
         ConfigError: There is no token in `run.http_token_file`, or the certificate cannot be used.
@@ -243,7 +244,13 @@ async def serve_http(
             return
         url = http_url(config.host, port, run.run.scheme)
         heartbeat = EngineHeartbeat(
-            address, name, url, lambda: front.busy_s, lambda: front.in_hand, lambda: front.trouble()
+            address,
+            name,
+            url,
+            lambda: front.busy_s,
+            lambda: front.in_hand,
+            lambda: front.trouble(),
+            run_id,
         )
         beating = asyncio.create_task(heartbeat.run(), name="heartbeat")
         logger.info("serving name=%s url=%s", name, url)

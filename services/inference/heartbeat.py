@@ -49,6 +49,7 @@ class EngineHeartbeat:
         busy_s: Returns the seconds spent generating so far.
         in_hand: Returns the number of requests in flight.
         trouble: Returns one word for why nothing can be sampled now, or an empty string.
+        run_id: Id of the run that it serves.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class EngineHeartbeat:
         busy_s: Callable[[], float],
         in_hand: Callable[[], int],
         trouble: Callable[[], str] = str,
+        run_id: str = "",
     ) -> None:
         self.draining = False
         self._path = path
@@ -67,6 +69,7 @@ class EngineHeartbeat:
         self._busy_s = busy_s
         self._in_hand = in_hand
         self._trouble = trouble
+        self._run_id = run_id
         self._busy = BusyTime()
         self._number = 0
 
@@ -84,6 +87,7 @@ class EngineHeartbeat:
             draining=self.draining,
             trouble=self._trouble(),
             network=own_network(),
+            run_id=self._run_id,
         )
         try:
             write_json(self._path, address)

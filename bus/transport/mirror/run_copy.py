@@ -5,19 +5,33 @@ URLs by their form, sizes by limits. An engine is never set back: on a host that
 is newer than what the broker has heard.
 """
 
+import fcntl
 import logging
+import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from rolloutmq.bus.engine_registry import SILENT_S, engine_files, is_engine
-from rolloutmq.bus.files import PRIVATE_DIRECTORY, write_private
+from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_fd, write_private
 from rolloutmq.bus.log_throttle import LogThrottle
+from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.bus.shm.segment_file import remove_named
 from rolloutmq.bus.transport.mirror.place import usable_url
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import Connection, Endpoints, InferenceAddress, RunLayout
+from rolloutmq.schemas.files import (
+    Connection,
+    Endpoints,
+    InferenceAddress,
+    RunIdentity,
+    RunLayout,
+    WeightsAddress,
+)
 from rolloutmq.schemas.wire.joining import SHARED_FILES, EngineState, RunReply, SharedFile
 
 logger = logging.getLogger(__name__)
@@ -45,6 +59,32 @@ class RunCopy:
         for name in FOLDERS:
             (layout.root / name).mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
         write_json(layout.connection, connection)
+
+    def begin(self, run_id: str) -> None:
+        """Note the run whose files come next. What another run has left here for it to find goes: weights, addresses.
+
+        Programs of several commands may share the directory, each with a mirror: the first one that meets a fresh run
+        removes these, so that no engine serves the weights of the run before.
+        """
+        self._marks.clear()
+        with _alone(self.layout):
+            known = run_id_of(self.layout)
+            if known and known != run_id:
+                logger.warning(
+                    "weights and addresses of an earlier run are removed run_id=%s now=%s", known, run_id
+                )
+                self._drop()
+            write_json(self.layout.identity, RunIdentity(run_id=run_id))
+
+    def _drop(self) -> None:
+        for address in (self.layout.weights, self.layout.stage):
+            with suppress(msgspec.DecodeError):
+                if (found := read_json(address, WeightsAddress)) is not None:
+                    remove_named(found)
+            address.unlink(missing_ok=True)
+        left = [path for _, path in engine_files(self.layout)]
+        for path in (*left, self.layout.relay, *(self.layout.model / name for name in SHARED_FILES)):
+            path.unlink(missing_ok=True)
 
     def take_config(self, config: RunConfig) -> None:
         """Replace the configuration."""
@@ -126,6 +166,7 @@ class RunCopy:
                 draining=engine.draining,
                 trouble=engine.trouble,
                 network=engine.network,
+                run_id=engine.run_id,
             ),
         )
 
@@ -162,6 +203,17 @@ def _is_newer(known: InferenceAddress, told: EngineState, url: str) -> bool:
     """
     is_same_life = (known.url, known.pid) == (url, told.pid)
     return known.number >= told.number if is_same_life else known.at > told.at
+
+
+@contextmanager
+def _alone(layout: RunLayout) -> Iterator[None]:
+    """Keep the mirrors of other commands in this directory out during the block."""
+    lock = private_fd(layout.identity.with_suffix(".lock"), os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def _write_if_other(path: Path, address: InferenceAddress) -> None:

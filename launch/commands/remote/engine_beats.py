@@ -111,6 +111,7 @@ class EngineBeats:
                 draining=told.draining,
                 trouble=told.trouble[:200],
                 network=told.network,
+                run_id=told.run_id,
             )
             return EngineBeat(engine=state, host=socket.gethostname()[:255], ends=ends)
 

@@ -49,7 +49,7 @@ from rolloutmq.schemas.wire.joining import (
     WeightsTicket,
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
-from rolloutmq.services.broker.broker_state import refuse
+from rolloutmq.services.broker.broker_state import other_run, refuse
 from rolloutmq.services.broker.io.relays import Relays
 
 logger = logging.getLogger(__name__)
@@ -70,12 +70,14 @@ class SharedRun:
         config: Configuration of the run.
         layout: Its directory.
         epoch: Epoch of the broker.
+        run_id: Id of the run.
     """
 
-    def __init__(self, config: RunConfig, layout: RunLayout, epoch: int) -> None:
+    def __init__(self, config: RunConfig, layout: RunLayout, epoch: int, run_id: str = "") -> None:
         self._config = config
         self._layout = layout
         self._epoch = epoch
+        self._run_id = run_id
         self._shared = shared(config)
         if len(self._shared) > CONFIG_LIMIT_BYTES:
             raise ConfigError(
@@ -116,7 +118,8 @@ class SharedRun:
             case EngineBeat():
                 return self._beat(request, now, sender)
             case RelayBeat():
-                return self.relays.beat(request, now, sender)
+                gone = other_run(self.name, self._run_id, request.run_id)
+                return gone or self.relays.beat(request, now, sender)
             case GetWeightsTicket(relay=""):
                 return self._ticket(sender)
             case GetWeightsTicket():
@@ -165,6 +168,7 @@ class SharedRun:
             engines=tuple(one for one in engines if one is not None),
             teacher=self._teacher(),
             files=tuple(self._files()),
+            run_id=self._run_id,
         )
 
     def _state(self, found: InferenceAddress) -> EngineState | None:
@@ -238,6 +242,8 @@ class SharedRun:
                 ErrorCode.FORBIDDEN,
                 f"name: belongs to another key (got {engine.name} with key {sender}); use another name",
             )
+        if (gone := other_run(self.name, self._run_id, engine.run_id)) is not None:
+            return gone
         if beat.ends:
             self._remove(engine.name)
             return Ok()
@@ -265,6 +271,7 @@ class SharedRun:
                     draining=engine.draining,
                     trouble=engine.trouble,
                     network=engine.network,
+                    run_id=engine.run_id,
                 ),
             )
         except OSError as error:

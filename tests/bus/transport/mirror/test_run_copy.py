@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.bus.engine_registry import SILENT_S, engines_of
+from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.transport.mirror.run_copy import RunCopy
 from rolloutmq.schemas.files import Connection, InferenceAddress, RunLayout
 from rolloutmq.schemas.wire.joining import EngineState, RunReply, SharedFile
@@ -113,3 +115,27 @@ def test_a_token_is_private_and_removed_with_its_key(copy: RunCopy) -> None:
     assert path.stat().st_mode & 0o077 == 0
     assert copy.take_token("") is None
     assert not path.exists()
+
+
+RUN, NEXT = "1" * 32, "2" * 32
+
+
+def test_a_fresh_run_finds_nothing_of_the_one_before(copy: RunCopy) -> None:
+    layout = copy.layout
+    copy.begin(RUN)
+    copy.take_servers(reply(engine()), ADDRESS, 0.0)
+    copy.take_file(words := SharedFile(name="tokenizer.json", nbytes=2, mark="a"), b"{}")
+    segment = segment_file.create("weights", 4096)
+    segment_file.write_address(layout.weights, segment)
+    try:
+        RunCopy(layout, Connection(addresses=(ADDRESS,))).begin(RUN)
+        assert layout.weights.exists(), "the mirror of another command of the same run leaves them"
+        assert segment.path.exists()
+        copy.begin(NEXT)
+        assert not segment.path.exists()
+    finally:
+        segment.discard()
+    assert not layout.weights.exists()
+    assert engines_of(layout) == []
+    assert run_id_of(layout) == NEXT
+    assert copy.missing([words]) == [words]

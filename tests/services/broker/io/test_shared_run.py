@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import msgspec
 import pytest
 
 from rolloutmq.bus.engine_registry import engines_of
@@ -23,6 +24,7 @@ from rolloutmq.schemas.wire.joining import (
     GetFile,
     GetRun,
     GetWeightsTicket,
+    RelayBeat,
     RunReply,
     WeightsTicket,
 )
@@ -216,3 +218,14 @@ def test_without_a_relay_there_is_no_ticket(run_dir: Path) -> None:
     assert "cannot be read" in refusal(run.answer(GetWeightsTicket(), 0.0)).detail
     other = refusal(shared_of(run_dir).answer(GetWeightsTicket(), 0.0))
     assert other.detail == "weights.backend: must be stream for other hosts (got posix_shm)"
+
+
+def test_heartbeats_of_another_run_are_refused(run_dir: Path) -> None:
+    """An engine that still serves the weights of a run that is gone must not be found, nor a relay give them on."""
+    run = SharedRun(validate({"run": {"name": "sums"}}), RunLayout(run_dir), EPOCH, "2" * 32)
+    assert told(run).run_id == "2" * 32
+    for run_id, expected in (("1" * 32, ErrorReply), ("2" * 32, Ok)):
+        engine = msgspec.structs.replace(beat().engine, run_id=run_id)
+        assert isinstance(run.answer(EngineBeat(engine=engine), 0.0), expected)
+        assert isinstance(run.answer(RelayBeat(name="relay.gpu7", run_id=run_id), 0.0), expected)
+        assert bool(engines_of(RunLayout(run_dir))) == bool(run.relays.report(0.0)) == (expected is Ok)
