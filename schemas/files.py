@@ -234,6 +234,8 @@ class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Network of its host, see `own_network`: a `url` on loopback is for processes of the same network alone."""
     run_id: str = ""
     """Id of the run that it serves, as its directory had it when it started; empty if it had none."""
+    version: PolicyVersion | None = None
+    """Version of the weights that it samples with; None if it does not tell."""
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):

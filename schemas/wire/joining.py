@@ -61,6 +61,7 @@ class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
         trouble: Reason why it cannot sample now; empty if it can.
         network: Network of its host. A URL on loopback is for processes of the same network alone.
         run_id: Id of the run whose weights it serves; empty if its directory had none.
+        version: Version of the weights that it samples with; None if it does not tell.
     """
 
     name: Name
@@ -74,6 +75,7 @@ class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
     trouble: Annotated[str, Meta(max_length=200)] = ""
     network: Annotated[str, Meta(max_length=NETWORK_CHARS)] = ""
     run_id: RunId = ""
+    version: PolicyVersion | None = None
 
 
 class SharedFile(Message, tag="shared_file", frozen=True, kw_only=True):
@@ -249,12 +251,16 @@ class JoinedEngine(Message, tag="joined_engine", frozen=True, kw_only=True):
         host: Its host.
         key: Key of its heartbeats; empty without one.
         silent_s: Time since the last one.
+        version: Version of the weights that it samples with; None if it does not tell.
+        unchanged_s: Time since it told another version.
     """
 
     name: Name
     host: str
     key: str = ""
     silent_s: Seconds = 0.0
+    version: PolicyVersion | None = None
+    unchanged_s: Seconds = 0.0
 
 
 class JoinedRelay(Message, tag="joined_relay", frozen=True, kw_only=True):

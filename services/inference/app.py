@@ -213,6 +213,14 @@ async def first(*waits: Coroutine[Any, Any, Any]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _tells_version(run: RunConfig) -> bool:
+    """Return whether an engine knows its version while it is idle, as in shared memory.
+
+    Elsewhere it is that of the last request, and workers that wait for a newer one would wait for ever.
+    """
+    return run.inference.kind == "tiny" and run.weights.backend in {"posix_shm", "stream"}
+
+
 async def serve_http(
     front: InferenceApp, layout: RunLayout, name: str, run: RunConfig, leaving: Leaving, run_id: str = ""
 ) -> None:
@@ -251,6 +259,7 @@ async def serve_http(
             lambda: front.in_hand,
             lambda: front.trouble(),
             run_id,
+            lambda: front.policy.version if _tells_version(run) else None,
         )
         beating = asyncio.create_task(heartbeat.run(), name="heartbeat")
         logger.info("serving name=%s url=%s", name, url)

@@ -167,6 +167,7 @@ class RunCopy:
                 trouble=engine.trouble,
                 network=engine.network,
                 run_id=engine.run_id,
+                version=engine.version,
             ),
         )
 

@@ -25,7 +25,7 @@ from rolloutmq.bus.transport.mirror.shared_config import shared
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
-from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.joining import (
     CONFIG_LIMIT_BYTES,
     ENGINES_LIMIT,
@@ -92,6 +92,8 @@ class SharedRun:
         """Key that sends the heartbeats of an engine, as long as it is heard."""
         self._hosts: dict[str, str] = {}
         """Host of each engine, as its heartbeats tell."""
+        self._versions: dict[str, tuple[PolicyVersion | None, float]] = {}
+        """Version of each engine, and the time when it told another one."""
         self.relays = Relays()
         self._has_looked = False
 
@@ -133,6 +135,8 @@ class SharedRun:
                 host=self._hosts.get(name, ""),
                 key=self._owners.get(name, ""),
                 silent_s=max(0.0, now - at),
+                version=self._versions[name][0] if name in self._versions else None,
+                unchanged_s=max(0.0, now - self._versions[name][1]) if name in self._versions else 0.0,
             )
             for name, at in sorted(self._beats.items())[:KEYS_SHOWN]
         )
@@ -187,6 +191,7 @@ class SharedRun:
             draining=found.draining,
             trouble=found.trouble[:200],
             network=found.network[:NETWORK_CHARS],
+            version=found.version,
         )
 
     def _teacher(self) -> str:
@@ -255,6 +260,11 @@ class SharedRun:
             logger.info("engine of another host name=%s url=%s host=%s", engine.name, engine.url, beat.host)
         self._beats[engine.name] = now
         self._hosts[engine.name] = beat.host
+        if (
+            self._versions.get(engine.name, (None, 0.0))[0] != engine.version
+            or engine.name not in self._versions
+        ):
+            self._versions[engine.name] = engine.version, now
         if sender:
             self._owners[engine.name] = sender
         try:
@@ -272,6 +282,7 @@ class SharedRun:
                     trouble=engine.trouble,
                     network=engine.network,
                     run_id=engine.run_id,
+                    version=engine.version,
                 ),
             )
         except OSError as error:
@@ -297,6 +308,7 @@ class SharedRun:
         self._beats.pop(name, None)
         self._owners.pop(name, None)
         self._hosts.pop(name, None)
+        self._versions.pop(name, None)
         self._layout.engine(name).unlink(missing_ok=True)
 
 

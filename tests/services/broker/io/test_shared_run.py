@@ -15,7 +15,7 @@ from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
-from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.joining import (
     PART_BYTES,
     EngineBeat,
@@ -229,3 +229,14 @@ def test_heartbeats_of_another_run_are_refused(run_dir: Path) -> None:
         assert isinstance(run.answer(EngineBeat(engine=engine), 0.0), expected)
         assert isinstance(run.answer(RelayBeat(name="relay.gpu7", run_id=run_id), 0.0), expected)
         assert bool(engines_of(RunLayout(run_dir))) == bool(run.relays.report(0.0)) == (expected is Ok)
+
+
+def test_the_broker_knows_since_when_an_engine_has_its_version(run_dir: Path) -> None:
+    run = shared_of(run_dir)
+    for now, step in ((0.0, 1), (1.0, 1), (2.0, 2), (9.0, 2)):
+        engine = msgspec.structs.replace(beat().engine, version=PolicyVersion(0, step))
+        assert isinstance(run.answer(EngineBeat(engine=engine), now), Ok)
+    (joined,) = run.engines(10.0)
+    assert (joined.version, joined.unchanged_s, joined.silent_s) == (PolicyVersion(0, 2), 8.0, 1.0)
+    assert engines_of(RunLayout(run_dir))[0].version == PolicyVersion(0, 2)
+    assert told(run).engines[0].version == PolicyVersion(0, 2)
