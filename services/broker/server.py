@@ -27,13 +27,13 @@ from msgspec.structs import replace
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.lifecycle import gc_paused
-from rolloutmq.bus.run_identity import made_run_id
 from rolloutmq.bus.rundir import load_run, usable, write_json
 from rolloutmq.bus.shm.arena import MappedArena
 from rolloutmq.bus.transport import sockets
 from rolloutmq.bus.transport.bindings import SOCKETS, bindings, claim, listen_addresses
 from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.run_identity import made_run_id
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, MalformedError

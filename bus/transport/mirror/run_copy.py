@@ -19,10 +19,10 @@ import msgspec
 from rolloutmq.bus.engine_registry import SILENT_S, engine_files, is_engine
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_fd, write_private
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.shm.segment_file import remove_named
 from rolloutmq.bus.transport.mirror.place import usable_url
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import (
     Connection,

@@ -22,8 +22,8 @@ import torch
 
 from rolloutmq.bus.engine_registry import FIRST, is_engine
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from rolloutmq.bus.engine_registry import FIRST, is_engine
-from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, RetryableError, WeightsTornError

@@ -19,8 +19,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.shm import segment_file
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.errors import (
     MalformedError,
     WeightsDamagedError,

@@ -15,9 +15,9 @@ from typing import Final
 
 from rolloutmq.bus.lifecycle import log_failure, set_up_logging, signals
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.errors import ConfigError, PackageMissingError, RolloutMQError
 from rolloutmq.schemas.files import RelayState, RunLayout, StreamAddress
 from rolloutmq.schemas.network.address import host_and_port, is_loopback

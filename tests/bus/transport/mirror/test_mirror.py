@@ -14,7 +14,6 @@ import zmq
 from tests.bus.transport.listening import INSECURE
 
 from rolloutmq.bus.encoding import codec
-from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.keys.bundle import save_bundle
@@ -22,6 +21,7 @@ from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.bus.transport.mirror import mirror as mirroring
 from rolloutmq.bus.transport.mirror import run_copy
 from rolloutmq.bus.transport.mirror.mirror import Mirror
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.bus.transport.sockets import Channel, make_context
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.bus.engine_registry import SILENT_S, engines_of
-from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.transport.mirror.run_copy import RunCopy
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.files import Connection, InferenceAddress, RunLayout
 from rolloutmq.schemas.wire.joining import EngineState, RunReply, SharedFile
 

@@ -21,11 +21,11 @@ import torch
 from tests.launch.commands.remote.hosts import LIMIT_S, Hosts, end, hosts_at, wait_until
 
 from rolloutmq.bus.engine_registry import engines_of
-from rolloutmq.bus.run_identity import run_id_of
 from rolloutmq.bus.rundir import load_run, read_json, write_json
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.transport.keys.bundle import load_keys
 from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.errors import RefusedError
 from rolloutmq.schemas.files import RunLayout, StreamAddress

@@ -11,11 +11,11 @@ from tests.services.broker.bench import Bench, config
 from rolloutmq.bus.producer import connection
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.producer.resend import resend_spools
-from rolloutmq.bus.run_identity import made_run_id, run_id_of
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport import discovery
 from rolloutmq.bus.transport.discovery import Search, reach
 from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.bus.transport.run_identity import made_run_id, run_id_of
 from rolloutmq.bus.transport.sockets import make_context
 from rolloutmq.schemas.errors import DamagedFileError, RefusedError
 from rolloutmq.schemas.files import Endpoints, RunLayout
