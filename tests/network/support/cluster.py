@@ -71,18 +71,27 @@ class EnginesApart(Cluster):
     def __init__(self, lab: Lab, *assignments: str) -> None:
         super().__init__(lab)
         sets = (*self.assignments, "environment.sort3.min_workers=0", *assignments)
-        words = (word for one in sets for word in ("--set", one))
-        quickstart = str(EXAMPLES / "quickstart.toml")
-        self.up = self.head.start("up", "rolloutmq", "up", quickstart, "--plain", "--run-dir", RUN, *words)
-        self.up.expect(lambda: read_endpoints(self.layout.root), "the broker")
-        self.head.call("rolloutmq", "scale", "sort3", "0", "--run-dir", RUN)
+        self._words = [word for one in sets for word in ("--set", one)]
+        self.begin()
         self.relay = self.join("relay", "relay", role=Role.ENGINE)
         self.engine = self.join("engine", "engine", "--name", "far", role=Role.ENGINE)
-        joined = ("worker", "sort3", "--name", "far", "--count", "2", "--code", str(EXAMPLES))
-        self.worker = self.join("worker", *joined, role=Role.WORKER)
+        self.join_workers()
         self.engine.expect(
             lambda: "inference.far" in [one.name for one in engines_of(self.layout)], "the engine"
         )
+
+    def join_workers(self) -> None:
+        """Start the workers of the far host; the end of a run drains them."""
+        joined = ("worker", "sort3", "--name", "far", "--count", "2", "--code", str(EXAMPLES))
+        self.worker = self.join("worker", *joined, role=Role.WORKER)
+
+    def begin(self) -> None:
+        """Start the run on the head; a directory with a run that has ended is moved aside."""
+        quickstart = str(EXAMPLES / "quickstart.toml")
+        words = ("up", quickstart, "--plain", "--run-dir", RUN, *self._words)
+        self.up = self.head.start("up", "rolloutmq", *words)
+        self.up.expect(lambda: read_endpoints(self.layout.root), "the broker")
+        self.head.call("rolloutmq", "scale", "sort3", "0", "--run-dir", RUN)
 
     def advance(self, steps: int = 5) -> None:
         """Wait until the trainer has taken so many more steps; fail if the run or a command ends first."""
