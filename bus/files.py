@@ -137,6 +137,27 @@ def write_private(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def create_private(path: Path, data: bytes) -> bool:
+    """Create a file of a run with its contents, unless there is one; return whether it was created. See `private_file`.
+
+    A killed writer leaves no part of it: the file gets its name once it is whole.
+
+    Raises:
+        OSError: It cannot be written, for example because the disk is full; there is no such file.
+    """
+    written = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        write_private(written, data)
+        force(written)  # or a power cut leaves the name without the contents
+        os.link(written, path)
+    except FileExistsError:
+        return False
+    finally:
+        with suppress(OSError):
+            written.unlink(missing_ok=True)
+    return True
+
+
 def append_whole(path: Path, data: bytes) -> None:
     """Append to a file of a run, all or nothing. See `private_file`. Only one process may append to it.
 

@@ -4,6 +4,7 @@ config.json          resolved configuration                             written 
 hub.json             models and data sets of a hub, with commits         launcher
 run.json             owner of the run directory (ProcessIdentity)       launcher
 lives.json           start and end of each life of the run (list of Life)    launcher
+identity.json        id of the run, the same in all its lives             broker; on another host whoever joins
 ending.json          what the end of the run waits for                  launcher, while an end lasts
 crashes.json         services that crashed in a row, and why             launcher, while it lives
 processes.json       live processes (list of ProcessIdentity)           launcher; workers.json: orchestrator
@@ -55,9 +56,10 @@ summary.json, report.png                                                launcher
 """
 
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
+from msgspec import Meta
 
 from rolloutmq.schemas.process import ProcessIdentity, Step
 from rolloutmq.schemas.wire.envelope import Count, PolicyVersion, Split
@@ -77,6 +79,7 @@ class RunLayout:
         self.hub = root / "hub.json"
         self.owner = root / "run.json"
         self.lives = root / "lives.json"
+        self.identity = root / "identity.json"
         self.ending = root / "ending.json"
         self.crashes = root / "crashes.json"
         self.processes = root / "processes.json"
@@ -176,6 +179,7 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
         listen: Bound addresses of `broker.listen`: serve, ingest, events, publish.
         insecure: `listen` asks for no key.
         key: Path of the key file that clients of these addresses need; empty for none.
+        run_id: Id of the run; clients wait while the broker there serves another one. Empty if it is unknown.
     """
 
     ingest: str
@@ -187,6 +191,14 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     listen: tuple[str, ...] = ()
     insecure: bool = False
     key: str = ""
+    run_id: str = ""
+
+
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """`identity.json`: which run has its files in this directory."""
+
+    run_id: Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    """Random, made with the run; the same for all its lives, resumed ones included."""
 
 
 class Connection(msgspec.Struct, frozen=True, kw_only=True):
@@ -224,6 +236,10 @@ class InferenceAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Network of its host, see `own_network`: a `url` on loopback is for processes of the same network alone."""
     key: str = ""
     """Name of the key of an engine of another host: processes of the run's host send it a token for this key alone."""
+    run_id: str = ""
+    """Id of the run that it serves, as its directory had it when it started; empty if it had none."""
+    version: PolicyVersion | None = None
+    """Version of the weights that it samples with; None if it does not tell."""
 
 
 class GatewayAddress(msgspec.Struct, frozen=True, kw_only=True):
@@ -287,6 +303,8 @@ class RelayState(msgspec.Struct, frozen=True, kw_only=True):
     """Version of the weights; None before the first."""
     waits_for: str = ""
     """What it waits for; empty if it has all."""
+    run_id: str = ""
+    """Id of the run whose weights it has."""
 
 
 class StagedWeights(msgspec.Struct, frozen=True, kw_only=True):

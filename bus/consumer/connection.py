@@ -149,6 +149,8 @@ class ConsumerConnection:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
             heart = await stack.enter_async_context(BrokerClient(client.address, self._context, client.keys))
+            if not self.register.run_id:
+                self.register = msgspec.structs.replace(self.register, run_id=place.run_id)
             if place.epoch != self._epoch:
                 await self._register(client, place.epoch)
             return _Sockets(client, heart, stack.pop_all())

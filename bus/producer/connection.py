@@ -150,6 +150,7 @@ class ProducerConnection:
             self._ingest = place.ingest
             self.max_group_bytes = place.max_group_bytes
             self.info = place.info
+            self._session.belongs_to(place.run_id)
             if place.epoch == self._session.epoch:
                 self._session.reconnected()
                 self._ask()

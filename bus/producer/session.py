@@ -111,6 +111,11 @@ class SessionState:
         credit = self.credit
         return replace(about, resume_session=self.number, begun=credit.begun, abandoned=credit.abandoned)
 
+    def belongs_to(self, run_id: str) -> None:
+        """Note the run of the first broker: the broker of another run refuses the session and its groups."""
+        if not self.register.run_id:
+            self.register = replace(self.register, run_id=run_id)
+
     def offer(self, arena: Arena | None, reason: str = "") -> None:
         """Replace the arena by another one, or by none for that reason."""
         former, self.arena = self.arena, arena

@@ -274,6 +274,7 @@ def _load(path: Path, session: SessionState) -> list[str]:
         else:
             entries.append(SpoolEntry(row.header, row.table, tuple(frames)))
     if entries:
+        session.belongs_to(index.register.run_id)
         session.number = index.session
         session.spool.restore(entries, index.last, index.position)
         session.credit.restore(index.last, index.abandoned)

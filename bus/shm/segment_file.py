@@ -290,6 +290,13 @@ def read_address(path: Path) -> WeightsAddress | None:
         return None
 
 
+def remove_named(address: WeightsAddress) -> None:
+    """Remove the segment of an address, also one in use: whoever has mapped it keeps the memory."""
+    path = Path(address.path)
+    if path.parent == SHM and path.name.startswith(PREFIX):
+        path.unlink(missing_ok=True)
+
+
 def write_address(path: Path, segment: SegmentFile) -> None:
     """Replace an address file atomically: readers see the old address or the new one."""
     address = WeightsAddress(path=str(segment.path), nonce=segment.nonce)

@@ -144,8 +144,23 @@ async def reach(
             await client.close()
             raise
         else:
-            return client, reply
+            if not (other := _other_run(where, reply)):
+                return client, reply
+            await client.close()
+            search.lacks("another run", other)
+            await asyncio.sleep(LOOK_INTERVAL_S)
+            continue
         search.lacks("no answer", silence)
+
+
+def _other_run(where: Where, reply: InfoReply) -> str:
+    """Return why a broker is not that of a run directory: its address belongs to a fresh run by now; empty if it is."""
+    if is_address(where):
+        return ""
+    found = read_endpoints(Path(str(where)))
+    if found is None or found.run_id in {"", reply.run_id} or not reply.run_id:
+        return ""
+    return f"the run in {where} is gone; {found.serve} serves a fresh run of the name {reply.info.run}"
 
 
 async def lives(client: BrokerClient, epoch: int, timeout_s: float) -> bool:

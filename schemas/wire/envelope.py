@@ -48,6 +48,9 @@ Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")]
 KnownName = Annotated[str, Meta(max_length=64)]
 """A name that the reader compares with those it knows: no pattern needs to hold."""
 
+RunId = Annotated[str, Meta(pattern=r"^([0-9a-f]{32})?\Z")]
+"""Id of a run, made with it; empty where none is known. Runs of one name have different ones."""
+
 GroupId = Annotated[str, Meta(min_length=1, max_length=128)]
 
 TaskRef = Annotated[str, Meta(max_length=128)]

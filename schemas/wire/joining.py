@@ -8,7 +8,7 @@ from typing import Annotated, Final
 
 from msgspec import Meta
 
-from rolloutmq.schemas.wire.envelope import Count, Message, Name, PolicyVersion, Seconds
+from rolloutmq.schemas.wire.envelope import Count, Message, Name, PolicyVersion, RunId, Seconds
 
 SHARED_FILES: Final = frozenset(
     {
@@ -62,6 +62,8 @@ class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
         draining: It accepts no new requests.
         trouble: Reason why it cannot sample now; empty if it can.
         network: Network of its host. A URL on loopback is for processes of the same network alone.
+        run_id: Id of the run whose weights it serves; empty if its directory had none.
+        version: Version of the weights that it samples with; None if it does not tell.
     """
 
     name: Name
@@ -74,6 +76,8 @@ class EngineState(Message, tag="engine_state", frozen=True, kw_only=True):
     draining: bool = False
     trouble: Annotated[str, Meta(max_length=200)] = ""
     network: Annotated[str, Meta(max_length=NETWORK_CHARS)] = ""
+    run_id: RunId = ""
+    version: PolicyVersion | None = None
 
 
 class SharedFile(Message, tag="shared_file", frozen=True, kw_only=True):
@@ -132,6 +136,7 @@ class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
         files: Files of the model that exist by now.
         tokens_digest: BLAKE2b of `tokens`; empty if the asker did not ask for them, or has another role than `engine`.
         tokens: Hashes of the tokens that a server of the asker accepts; none if the asker has them.
+        run_id: Id of the run. With another one than before, what the asker has of the run is of an earlier one.
     """
 
     epoch: Count
@@ -143,6 +148,7 @@ class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
     files: Annotated[tuple[SharedFile, ...], Meta(max_length=64)] = ()
     tokens_digest: Annotated[str, Meta(max_length=64)] = ""
     tokens: Annotated[tuple[HttpToken, ...], Meta(max_length=TOKENS_LIMIT)] = ()
+    run_id: RunId = ""
 
 
 class GetFile(Message, tag="get_file", frozen=True, kw_only=True):
@@ -200,6 +206,7 @@ class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
         secret: Secret of the tickets for that address.
         sealed: Its transfers are encrypted.
         ends: It ends in order.
+        run_id: Id of the run whose weights it has.
     """
 
     name: Name
@@ -211,6 +218,7 @@ class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
     secret: Annotated[str, Meta(pattern="^([0-9a-f]{64})?$")] = ""
     sealed: bool = True
     ends: bool = False
+    run_id: RunId = ""
 
 
 class GetWeightsTicket(Message, tag="get_weights_ticket", frozen=True, kw_only=True):
@@ -267,12 +275,16 @@ class JoinedEngine(Message, tag="joined_engine", frozen=True, kw_only=True):
         host: Its host.
         key: Key of its heartbeats; empty without one.
         silent_s: Time since the last one.
+        version: Version of the weights that it samples with; None if it does not tell.
+        unchanged_s: Time since it told another version.
     """
 
     name: Name
     host: str
     key: str = ""
     silent_s: Seconds = 0.0
+    version: PolicyVersion | None = None
+    unchanged_s: Seconds = 0.0
 
 
 class JoinedRelay(Message, tag="joined_relay", frozen=True, kw_only=True):

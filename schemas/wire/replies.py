@@ -20,6 +20,7 @@ from rolloutmq.schemas.wire.envelope import (
     Message,
     Name,
     PolicyVersion,
+    RunId,
 )
 from rolloutmq.schemas.wire.joining import JoiningReply
 from rolloutmq.schemas.wire.tasks import TaskReply
@@ -248,6 +249,8 @@ class InfoReply(Message, tag="info_reply", frozen=True, kw_only=True):
     arena_bytes: Count = 0
     environments: tuple[Name, ...] = ()
     """Environments that a task may be for; none means any."""
+    run_id: RunId = ""
+    """Id of the run; a fresh run of the same name has another one."""
 
 
 class Ok(Message, tag="ok", frozen=True, kw_only=True):

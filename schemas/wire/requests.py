@@ -19,6 +19,7 @@ from rolloutmq.schemas.wire.envelope import (
     Message,
     Name,
     PolicyVersion,
+    RunId,
     Split,
 )
 from rolloutmq.schemas.wire.joining import JoiningRequest
@@ -57,6 +58,7 @@ class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=Tr
         key: Identifies one attempt to open a session: a repeated request gets the same session.
         arena: Shared memory for the groups of the session, if the broker is on the same host.
         protocol: Protocol version of the producer.
+        run_id: Id of the run that its groups are of; empty before the first broker told it.
     """
 
     producer: Name
@@ -76,6 +78,7 @@ class RegisterProducer(Message, tag="register_producer", frozen=True, kw_only=Tr
     key: Annotated[str, Meta(max_length=32)] = ""
     arena: ArenaRef | None = None
     protocol: Count = PROTOCOL_VERSION
+    run_id: RunId = ""
 
 
 class DeclareTables(Message, tag="declare_tables", frozen=True, kw_only=True):
@@ -118,6 +121,7 @@ class RegisterConsumer(Message, tag="register_consumer", frozen=True, kw_only=Tr
             and every leased batch, in the same composition and order.
         key: Identifies one attempt to register: a repeated request gets the same generation.
         protocol: Protocol version of the consumer.
+        run_id: Id of the run that it trains; empty before the first broker told it.
     """
 
     consumer: Name
@@ -129,6 +133,7 @@ class RegisterConsumer(Message, tag="register_consumer", frozen=True, kw_only=Tr
     resume: PolicyVersion | None = None
     key: Annotated[str, Meta(max_length=32)] = ""
     protocol: Count = PROTOCOL_VERSION
+    run_id: RunId = ""
 
 
 class Pull(Message, tag="pull", frozen=True, kw_only=True):

@@ -170,6 +170,23 @@ class BrokerState:
             self.producer_waits_s[wait.value] += seconds
 
 
+def of_another_run(state: "BrokerState", run_id: str) -> ErrorReply | None:
+    """Refuse what belongs to an earlier run of the same name; None if it belongs to this one, or to none yet."""
+    own = state.endpoints.run_id if state.endpoints is not None else ""
+    return other_run(state.run.name, own, run_id)
+
+
+def other_run(name: str, own: str, other: str) -> ErrorReply | None:
+    """Refuse what belongs to the run of another id, if both are known."""
+    if own in {"", other} or not other:
+        return None
+    return refuse(
+        ErrorCode.INVALID,
+        f"run_id: belongs to a run that is gone; this broker serves a fresh run of the name {name} "
+        f"(got {other[:8]}, it has {own[:8]}); start the program again to take part in it",
+    )
+
+
 def refuse(code: ErrorCode, detail: str) -> ErrorReply:
     return ErrorReply(code=code, detail=detail)
 

@@ -33,6 +33,7 @@ from rolloutmq.bus.transport import sockets
 from rolloutmq.bus.transport.bindings import SOCKETS, bindings, claim, listen_addresses
 from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.run_identity import made_run_id
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, MalformedError
@@ -135,6 +136,7 @@ def running_broker(
         ConfigError: `broker.listen` cannot be bound, or its keys cannot be used.
         MissingError, NotPrivateError: The key directory is missing, or open to others.
         RecordVersionError: Another version wrote files of the run directory; none of them was changed.
+        DamagedFileError: The id of the run is damaged.
     """
     with contextlib.ExitStack() as stack:
         with usable(layout.root):
@@ -158,13 +160,14 @@ def _started(
     require_own_records(layout)  # before the claim, which writes its lock
     epoch = stack.enter_context(claim(layout))
     previous = _previous_endpoints(layout)
+    run_id = made_run_id(layout)
     addresses = stack.enter_context(bindings(layout))
     context = sockets.make_context(2 if config.broker.listen else 1)
     stack.callback(context.term)
     listener = _listener(config, context, stack)
     bound = _make_sockets(context, config.broker, remote=listener is not None)
     stack.callback(bound.close)
-    endpoints = _bind(bound, addresses, epoch)
+    endpoints = replace(_bind(bound, addresses, epoch), run_id=run_id)
     wake = Waker()
     stack.callback(wake.close)
     ram = None if config.broker.durability is Durability.MEMORY else BodyMemory(config.broker.ram_bytes)
@@ -207,7 +210,7 @@ def _started(
         journal,
         memory_guard,
         door,
-        SharedRun(config, layout, epoch),
+        SharedRun(config, layout, epoch, run_id),
     )
     broker = Broker(core, plane, endpoints, on_end)
     stack.callback(layout.endpoints.unlink, missing_ok=True)

@@ -10,11 +10,10 @@ import os
 import re
 import secrets
 import stat
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.bus.files import open_regular
+from rolloutmq.bus.files import create_private, open_regular
 from rolloutmq.bus.transport.keys.directory import TOKEN_BYTES
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
@@ -23,7 +22,6 @@ from rolloutmq.schemas.files import RunLayout
 _TOKEN: Final = re.compile(r"[A-Za-z0-9._~-]{16,}")
 """Characters that need no quoting in a path."""
 _OTHERS: Final = stat.S_IRWXG | stat.S_IRWXO
-_MODE: Final = 0o600
 
 
 def http_token(run: RunConfig) -> str:
@@ -72,10 +70,8 @@ def with_own_token(run: RunConfig, layout: RunLayout) -> RunConfig:
     if not run.broker.keys or run.run.http_token_file is not None:
         return run
     path = layout.http_token.absolute()
-    with suppress(FileExistsError):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE)
-        with os.fdopen(fd, "w") as file:
-            file.write(f"{secrets.token_urlsafe(TOKEN_BYTES)}\n")
+    if not path.exists():
+        create_private(path, f"{secrets.token_urlsafe(TOKEN_BYTES)}\n".encode())
     return run.model_copy(update={"run": run.run.model_copy(update={"http_token_file": path})})
 
 

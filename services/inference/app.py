@@ -221,8 +221,16 @@ def wanted_port(name: str, configured: int) -> int:
     return configured if name == FIRST or is_of_other_host(name) else 0
 
 
+def _tells_version(run: RunConfig) -> bool:
+    """Return whether an engine knows its version while it is idle, as in shared memory.
+
+    Elsewhere it is that of the last request, and workers that wait for a newer one would wait for ever.
+    """
+    return run.inference.kind == "tiny" and run.weights.backend in {"posix_shm", "stream"}
+
+
 async def serve_http(
-    front: InferenceApp, layout: RunLayout, name: str, run: RunConfig, leaving: Leaving
+    front: InferenceApp, layout: RunLayout, name: str, run: RunConfig, leaving: Leaving, run_id: str = ""
 ) -> None:
     """Listen, warm up, publish the address; when asked to end, answer the requests in flight and return.
 
@@ -232,6 +240,7 @@ async def serve_http(
         name: Name of the engine, see `wanted_port`.
         run: Configuration, with host, port and token.
         leaving: Order to end.
+        run_id: Id of the run, as it was in the directory before any weights were looked for.
 
     Raises:
         ConfigError: There is no token in `run.http_token_file`, or the certificate cannot be used.
@@ -251,7 +260,14 @@ async def serve_http(
             return
         url = http_url(config.host, port, run.run.scheme)
         heartbeat = EngineHeartbeat(
-            address, name, url, lambda: front.busy_s, lambda: front.in_hand, lambda: front.trouble()
+            address,
+            name,
+            url,
+            lambda: front.busy_s,
+            lambda: front.in_hand,
+            lambda: front.trouble(),
+            run_id,
+            lambda: front.policy.version if _tells_version(run) else None,
         )
         beating = asyncio.create_task(heartbeat.run(), name="heartbeat")
         logger.info("serving name=%s url=%s", name, url)

@@ -17,6 +17,7 @@ from typing import Final
 from rolloutmq.bus.engine_registry import BEAT_S, own_network
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.files import InferenceAddress
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,8 @@ class EngineHeartbeat:
         busy_s: Returns the seconds spent generating so far.
         in_hand: Returns the number of requests in flight.
         trouble: Returns one word for why nothing can be sampled now, or an empty string.
+        run_id: Id of the run that it serves.
+        version: Returns the version of its weights, None if it is unknown.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class EngineHeartbeat:
         busy_s: Callable[[], float],
         in_hand: Callable[[], int],
         trouble: Callable[[], str] = str,
+        run_id: str = "",
+        version: Callable[[], PolicyVersion | None] = lambda: None,
     ) -> None:
         self.draining = False
         self._path = path
@@ -67,6 +72,8 @@ class EngineHeartbeat:
         self._busy_s = busy_s
         self._in_hand = in_hand
         self._trouble = trouble
+        self._run_id = run_id
+        self._version = version
         self._busy = BusyTime()
         self._number = 0
 
@@ -84,6 +91,8 @@ class EngineHeartbeat:
             draining=self.draining,
             trouble=self._trouble(),
             network=own_network(),
+            run_id=self._run_id,
+            version=self._version(),
         )
         try:
             write_json(self._path, address)

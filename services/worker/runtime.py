@@ -346,8 +346,8 @@ class Worker:
         is_external = self.config.inference.kind == "external"
         return await stack.enter_async_context(
             OpenAIPolicy.opened(
-                Engines(self._addresses, rng),
-                known=lambda: self._producer.policy if self._producer else PolicyVersion(),
+                Engines(self._addresses, rng, self._known, self._bound()),
+                known=self._known,
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
                 token=token_of(self.config, self.layout),
                 tls=None if is_external else client_tls(self.config),
@@ -356,6 +356,14 @@ class Worker:
                 root=str(self.layout.model) if self.layout.connection.exists() else "",
             )
         )
+
+    def _known(self) -> PolicyVersion:
+        return self._producer.policy if self._producer else PolicyVersion()
+
+    def _bound(self) -> int | None:
+        """Return the steps by which an engine may be behind the trainer; None if nothing is dropped for its age."""
+        drops = self.section.stale == "drop" and self.section.split == "train"
+        return self.section.max_staleness if drops else None
 
     def _addresses(self) -> list[InferenceAddress]:
         inference = self.config.inference

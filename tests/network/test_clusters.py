@@ -4,13 +4,20 @@ Every command is one of docs/clusters.md, and every setting of the quickstart th
 for the steps. Where the engines are apart they are as many as in the quickstart's own test, and so is the reward.
 """
 
+import re
 from collections.abc import Callable
 from typing import Final
 
+import msgspec
 import pytest
-from tests.network.support.cluster import EnginesApart, TrainerApart
+from tests.network.support.cluster import RUN_S, EnginesApart, TrainerApart
 from tests.network.support.hosts import Lab
-from tests.network.support.site import waits_in_log
+from tests.network.support.site import RUN, waits_in_log
+
+from benchmarks.end_to_end.scenario import steps_logged
+from rolloutmq.bus.engine_registry import engines_of
+from rolloutmq.bus.transport.run_identity import run_id_of
+from rolloutmq.schemas.files import SettledBatch
 
 pytestmark = pytest.mark.extended
 
@@ -135,3 +142,30 @@ def test_trainer_and_engine_of_another_host(lab: Lab) -> None:
     assert (summary["steps"], summary["trainer_resumes"]) == (FEW, 1)
     assert summary["reward_last"] > 2 * summary["reward_first"]
     assert summary["staleness_max"] <= summary["staleness_bound"] == 2
+
+
+def test_a_fresh_run_of_the_same_name_has_nothing_of_the_one_before(lab: Lab) -> None:
+    """Engine and relay of the far host stay, and begin anew; groups of their old weights were trained as fresh ones."""
+    run = EnginesApart(lab, "trainer.steps=100000")
+    run.advance(40)
+    old = run_id_of(run.layout)
+    run.up.end()
+    assert run.worker.wait() == 0
+    run.joined.remove(run.worker)
+    run.begin()
+    run.join_workers()
+    assert run_id_of(run.layout) not in {"", old}
+    run.up.expect(lambda: steps_logged(run.trained) >= 3, "steps of the fresh run", RUN_S)
+    for program in (run.relay, run.engine):
+        assert "the run is gone, a fresh one of its name is there" in program.text()
+    (engine,) = (one for one in engines_of(run.layout) if one.name == "inference.far")
+    assert engine.run_id == run_id_of(run.layout)
+    batches = [
+        msgspec.json.decode(line, type=SettledBatch) for line in run.layout.settled.read_bytes().splitlines()
+    ]
+    assert batches[0].version.step <= 1
+    for group in (one for batch in batches[:3] for one in batch.trained[:2]):
+        told = run.head.call("rolloutmq", "explain", group, "--run-dir", RUN)
+        assert re.search(r"policy\D+0\.[0-3]\b", told), told
+    for program in (run.worker, run.engine, run.relay, run.up):
+        program.end()

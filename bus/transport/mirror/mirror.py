@@ -61,12 +61,15 @@ class Mirror:
         apart: Added to the name of the usual directory, for programs that share theirs with no others.
         asks: Its programs ask the HTTP servers of the run, with the token of the key.
         serves: Its programs have an HTTP server, which with a key asks for tokens.
+        pauses: Once the address serves a fresh run, write nothing until `follow`: programs of the old one end first.
 
     Attributes:
         copy: The directory; None before the first answer.
         changes: Number of configurations so far.
         refused: Why the newest configuration was not accepted; None if it was.
         problem: What the mirror waits for; empty while the broker answers.
+        run_id: Id of the run in the directory; empty before the first answer.
+        replaced: The address serves a fresh run of the same name, and `follow` was not called yet.
         refusal: Why a broker last refused the key; None if it let it in since.
     """
 
@@ -79,13 +82,16 @@ class Mirror:
         apart: str = "",
         asks: bool = False,
         serves: bool = False,
+        pauses: bool = False,
     ) -> None:
         self.copy: RunCopy | None = None
         self.changes = 0
         self.refused: ConfigError | None = None
         self.problem = "the run was not asked yet"
         self.refusal: KeyRefusedError | None = None
-        self.run_name = ""
+        self.run_name = self.run_id = ""
+        self.replaced = False
+        self._pauses = pauses
         self._connection = connection
         self._accept = accept
         self._given = given
@@ -123,6 +129,12 @@ class Mirror:
         """Wait for another configuration, accepted or refused."""
         self._news.clear()
         await self._news.wait()
+
+    def follow(self) -> None:
+        """Turn to the fresh run that serves the address by now: its configuration comes as the next one."""
+        self.replaced = False
+        self.run_id = self._digest = ""
+        self._place = None
 
     async def run(self) -> None:
         """Keep the directory fresh until cancelled.
@@ -171,25 +183,39 @@ class Mirror:
             self.refused = ConfigError("run.name", f"the run is another one by now (got {reply.run})")
             self._news.set()
             return
+        if self.run_id and reply.run_id != self.run_id:
+            if self._pauses:
+                self.replaced = True
+                self._news.set()
+            else:
+                self.follow()  # the next look asks for all of it
+            return
         copy = self._copy(reply.run, client.address)
         self.run_name = reply.run
         try:
-            if self._place != (client.address, reply.epoch):
-                await self._find_sockets(client, copy)
-                self._place = client.address, reply.epoch
-            if self._serves:
-                self._take_tokens(copy, reply)
-            copy.take_servers(reply, client.address)
-            for file in copy.missing(reply.files):
-                copy.take_file(file, await _fetched(client, file))
-            if reply.digest != self._digest:
-                self._take_config(copy, reply)
+            if reply.run_id and not self.run_id:
+                copy.begin(reply.run_id)
+                self.run_id = reply.run_id
+            await self._take(client, copy, reply)
         except OSError as error:
             if not self.changes:  # nothing runs here yet, and the user sees the error
                 raise
             # A full disk: what is there stays, and the next look tries again.
             if self._unwritten.is_due(str(error), time.monotonic()):
                 logger.warning("directory of the run not written error=%s", error)
+
+    async def _take(self, client: BrokerClient, copy: RunCopy, reply: RunReply) -> None:
+        """Bring the directory up to a reply."""
+        if self._place != (client.address, reply.epoch):
+            await self._find_sockets(client, copy)
+            self._place = client.address, reply.epoch
+        if self._serves:
+            self._take_tokens(copy, reply)
+        copy.take_servers(reply, client.address, time.monotonic())
+        for file in copy.missing(reply.files):
+            copy.take_file(file, await _fetched(client, file))
+        if reply.digest != self._digest:
+            self._take_config(copy, reply)
 
     def _copy(self, run: str, address: str) -> RunCopy:
         if self.copy is None:
@@ -210,6 +236,7 @@ class Mirror:
                 pid=0,
                 epoch=info.epoch,
                 key=self._connection.key,
+                run_id=info.run_id,
             )
         )
 

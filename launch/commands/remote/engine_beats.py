@@ -4,15 +4,18 @@ Its own file is on this host. The broker writes the same beside the files of the
 find it wherever they are.
 """
 
+import logging
 import re
 import socket
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.log_throttle import WaitLog
+from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
@@ -25,6 +28,10 @@ from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.schemas.wire.joining import EngineBeat, EngineState
 from rolloutmq.services.http_server.tls import load_certificate
 
+logger = logging.getLogger(__name__)
+
+WEIGHTS_S: Final = 5.0
+"""Time without weights after which the command says what is missing."""
 _PORT: Final = re.compile(r":([0-9]+)/?$")
 
 
@@ -118,10 +125,39 @@ class EngineBeats:
                 draining=told.draining,
                 trouble=told.trouble[:200],
                 network=told.network,
+                run_id=told.run_id,
+                version=told.version,
             )
             return EngineBeat(engine=state, host=socket.gethostname()[:255], ends=ends)
 
-        await send_beats(mirror, self._name, lambda: _read(layout.engine(self._name)), beat)
+        log = WaitLog(WEIGHTS_S)
+
+        def read() -> InferenceAddress | None:
+            found = _read(layout.engine(self._name))
+            if found is None and not layout.weights.exists():
+                if log.is_due("weights", now := time.monotonic()):
+                    logger.warning(
+                        "waiting for=weights waited_s=%.0f: %s", log.waited_s(now), _no_weights(layout)
+                    )
+            else:
+                log.over()
+            return found
+
+        await send_beats(mirror, self._name, read, beat)
+
+
+def _no_weights(layout: RunLayout) -> str:
+    """Return what an engine without weights lacks: a relay, or a trainer beside it."""
+    backend = load_run(layout.root)[0].weights.backend
+    if backend == "stream":
+        return (
+            f"no relay has written {layout.weights}; start `rolloutmq relay` on this host, or look at its log"
+        )
+    return (
+        f"no trainer of this host has written {layout.weights}; with weights.backend={backend} an engine runs on the "
+        "host of the trainer, in the same directory; elsewhere the run needs weights.backend=stream, and this host "
+        "a relay"
+    )
 
 
 def own_host(other: str) -> str:

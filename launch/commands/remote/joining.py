@@ -6,6 +6,8 @@
                 this process ends with 0
     SIGTERM     drain all; what still runs after the grace gets SIGTERM, then SIGKILL. A second SIGTERM kills
     change      another configuration of the run: drain all, check it, start again; a refused one ends this process
+    fresh run   the address serves another run of the same name: end all, set aside what they have of the old one, and
+                start again; a trainer ends with an error, since it would go on from its own step
 
 Nothing gives up while the broker is away: the programs wait with their groups, and a lasting wait is logged.
 """
@@ -24,8 +26,9 @@ from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.transport.keys.bundle import OWN_KEY
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.run_copy import Accept
+from rolloutmq.launch.commands.remote.earlier_run import EarlierRun
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
-from rolloutmq.schemas.errors import RolloutMQError, UsageError
+from rolloutmq.schemas.errors import ConfigError, RolloutMQError, UsageError
 from rolloutmq.schemas.files import Connection, RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessSpec, Role, Step, python_command
 from rolloutmq.services.orchestrator.supervision.core import OVER, Backoff, Ladder, Phase, ProcessView, Rung
@@ -66,6 +69,10 @@ class Joining:
     beside: Beside | None = None
     serves: bool = False
     """It has an HTTP server, which with a key asks for tokens."""
+    own: tuple[str, ...] = ()
+    """What its programs have in the directory of the run's state: set aside once another run is there."""
+    follows: bool = True
+    """It goes on with a fresh run of the same name."""
     is_alone: bool = False
     """It shares its usual directory with no others. Trainer and engines of a host share one, for the weights."""
 
@@ -83,6 +90,7 @@ def join(joining: Joining) -> int:
             apart=joining.name if joining.is_alone else "",
             asks=joining.is_alone,
             serves=joining.serves,
+            pauses=True,
         )
         refreshing = asyncio.create_task(mirror.run(), name="mirror")
         try:
@@ -120,6 +128,7 @@ class Crew:
         self._layout = mirror.layout
         config, _ = load_run(self._layout.root)
         self._limits = config.orchestrator
+        self._earlier = EarlierRun(self._layout, joining.name, joining.own)
         self._identities = self._layout.root / f"joined-{joining.name}.json"
         previous = identities_of(self._identities)
         token = previous[0].marker.partition("/")[0] if previous else secrets.token_hex(8)
@@ -157,6 +166,9 @@ class Crew:
         self._programs.adopt(
             [(one, spec) for one in self._previous for spec in self._specs() if spec.name == one.name]
         )
+        if self._earlier.is_of_another(self._mirror.run_id):  # adopted programs are of that one
+            await self._end_now("the run is gone")
+        self._earlier.begin(self._mirror.run_id)
         self._start()
         logger.info("joined run=%s directory=%s", self._mirror.run_name, self._layout.root)
         known = self._mirror.changes
@@ -168,12 +180,42 @@ class Crew:
             if self._mirror.refused is not None:
                 await self._end("the run has another configuration")
                 raise self._mirror.refused
-            if self._mirror.changes != known and not self._are_over():
+            if self._mirror.replaced:
+                if not await self._turn_over(stop, refreshing):
+                    return
+                known = self._mirror.changes
+            elif self._mirror.changes != known and not self._are_over():
                 known = self._mirror.changes
                 logger.info("the run has another configuration, starting again")
                 await self._end("the run has another configuration")
                 self._start()
         self._require_success()
+
+    async def _turn_over(self, stop: Stop, refreshing: "asyncio.Task[None]") -> bool:
+        """Begin anew with a fresh run of the same name; False if the process is asked to end.
+
+        Raises:
+            ConfigError: These programs do not go on with it; or the configuration is not accepted.
+        """
+        mirror, known = self._mirror, self._mirror.changes
+        logger.warning("the run is gone, a fresh one of its name is there run=%s", mirror.run_name)
+        await self._end_now("the run is gone")
+        if not self._joining.follows:
+            raise ConfigError(
+                "--connect",
+                f"the run {mirror.run_name} is gone, and a fresh one of its name began there; "
+                "start the command again to train that one from its beginning",
+            )
+        mirror.follow()
+        while mirror.changes == known:
+            if not await _first(stop, refreshing, mirror.changed()):
+                return False
+            if mirror.refused is not None:
+                raise mirror.refused
+        self._earlier.begin(mirror.run_id)
+        self._start()
+        logger.info("joined run=%s directory=%s", mirror.run_name, self._layout.root)
+        return True
 
     def _start(self) -> None:
         views = self._programs.views()
@@ -200,6 +242,11 @@ class Crew:
     def _are_over(self) -> bool:
         views = self._programs.views()
         return all(views[name].phase in OVER for name, _, _ in self._joining.programs)
+
+    async def _end_now(self, reason: str) -> None:
+        """End the programs without a drain: nobody takes what they would finish."""
+        ladder = Rung(0.0, Step.TERM), Rung(self._limits.term_grace_s, Step.KILL)
+        await self._programs.stop(list(self._programs.views()), ladder, reason)
 
     async def _end(self, reason: str) -> None:
         ladder = end_ladder(self._joining.grace_s, self._limits.term_grace_s)

@@ -13,6 +13,7 @@ import msgspec
 from rolloutmq.bus.engine_registry import FIRST
 from rolloutmq.bus.transport.keys.bundle import load_bundle
 from rolloutmq.launch.commands.remote.configured import receiving, rolling, training
+from rolloutmq.launch.commands.remote.earlier_run import TRAINER, WORKERS
 from rolloutmq.launch.commands.remote.engine_beats import EngineBeats, Served
 from rolloutmq.launch.commands.remote.joining import Joining, join
 from rolloutmq.launch.commands.remote.own_code import OwnCode
@@ -70,7 +71,9 @@ def join_workers(env: str, count: int, own: OwnCode, way: Way) -> int:
     _require_names(names)
     programs = tuple((one, Role.WORKER, ("worker", "--worker", one)) for one in names)
     accept = rolling([env], own)
-    way_of = Joining(name, programs, way.connection, accept, way.directory, way.grace_s, is_alone=True)
+    way_of = Joining(
+        name, programs, way.connection, accept, way.directory, way.grace_s, own=WORKERS, is_alone=True
+    )
     return join(way_of)
 
 
@@ -83,7 +86,19 @@ def join_trainer(ranks: Iterable[int], model: Path | None, way: Way) -> int:
         way: How they join.
     """
     programs = tuple((f"trainer.{rank}", Role.TRAINER, ("trainer", "--rank", str(rank))) for rank in ranks)
-    return join(Joining("trainer", programs, way.connection, training(model), way.directory, way.grace_s))
+    accept = training(model)
+    return join(
+        Joining(
+            "trainer",
+            programs,
+            way.connection,
+            accept,
+            way.directory,
+            way.grace_s,
+            own=TRAINER,
+            follows=False,
+        )
+    )
 
 
 def join_engine(served: Served, model: Path | None, way: Way) -> int:

@@ -69,6 +69,7 @@ class RelayBeats:
             secret=serves.secret if serves is not None else "",
             sealed=serves.sealed if serves is not None else True,
             ends=ends,
+            run_id=told.run_id,
         )
 
     def _host(self, address: str) -> str:

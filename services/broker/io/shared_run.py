@@ -27,7 +27,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
 from rolloutmq.schemas.network.keys import Role
-from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.joining import (
     CONFIG_LIMIT_BYTES,
     ENGINES_LIMIT,
@@ -52,7 +52,7 @@ from rolloutmq.schemas.wire.joining import (
     WeightsTicket,
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
-from rolloutmq.services.broker.broker_state import refuse
+from rolloutmq.services.broker.broker_state import other_run, refuse
 from rolloutmq.services.broker.io.relays import Relays
 from rolloutmq.services.http_server.access import listed_keys
 from rolloutmq.services.http_server.run_token import engine_token, http_token
@@ -78,12 +78,14 @@ class SharedRun:
         config: Configuration of the run.
         layout: Its directory.
         epoch: Epoch of the broker.
+        run_id: Id of the run.
     """
 
-    def __init__(self, config: RunConfig, layout: RunLayout, epoch: int) -> None:
+    def __init__(self, config: RunConfig, layout: RunLayout, epoch: int, run_id: str = "") -> None:
         self._config = config
         self._layout = layout
         self._epoch = epoch
+        self._run_id = run_id
         self._shared = shared(config)
         if len(self._shared) > CONFIG_LIMIT_BYTES:
             raise ConfigError(
@@ -102,6 +104,8 @@ class SharedRun:
         """Key that sends the heartbeats of an engine, as long as it is heard."""
         self._hosts: dict[str, str] = {}
         """Host of each engine, as its heartbeats tell."""
+        self._versions: dict[str, tuple[PolicyVersion | None, float]] = {}
+        """Version of each engine, and the time when it told another one."""
         self.relays = Relays()
         self._has_looked = False
 
@@ -128,7 +132,8 @@ class SharedRun:
             case EngineBeat():
                 return self._beat(request, now, sender)
             case RelayBeat():
-                return self.relays.beat(request, now, sender)
+                gone = other_run(self.name, self._run_id, request.run_id)
+                return gone or self.relays.beat(request, now, sender)
             case GetWeightsTicket(relay=""):
                 return self._ticket(sender)
             case GetWeightsTicket():
@@ -142,6 +147,8 @@ class SharedRun:
                 host=self._hosts.get(name, ""),
                 key=self._owners.get(name, ""),
                 silent_s=max(0.0, now - at),
+                version=self._versions[name][0] if name in self._versions else None,
+                unchanged_s=max(0.0, now - self._versions[name][1]) if name in self._versions else 0.0,
             )
             for name, at in sorted(self._beats.items())[:KEYS_SHOWN]
         )
@@ -201,6 +208,7 @@ class SharedRun:
             engines=tuple(one for one in engines if one is not None),
             teacher=self._teacher(),
             files=tuple(self._files()),
+            run_id=self._run_id,
         )
 
     def _state(self, found: InferenceAddress) -> EngineState | None:
@@ -219,6 +227,7 @@ class SharedRun:
             draining=found.draining,
             trouble=found.trouble[:200],
             network=found.network[:NETWORK_CHARS],
+            version=found.version,
         )
 
     def _teacher(self) -> str:
@@ -274,6 +283,8 @@ class SharedRun:
                 ErrorCode.FORBIDDEN,
                 f"name: belongs to another key (got {engine.name} with key {sender}); use another name",
             )
+        if (gone := other_run(self.name, self._run_id, engine.run_id)) is not None:
+            return gone
         if beat.ends:
             self._remove(engine.name)
             return Ok()
@@ -285,6 +296,11 @@ class SharedRun:
             logger.info("engine of another host name=%s url=%s host=%s", engine.name, engine.url, beat.host)
         self._beats[engine.name] = now
         self._hosts[engine.name] = beat.host
+        if (
+            self._versions.get(engine.name, (None, 0.0))[0] != engine.version
+            or engine.name not in self._versions
+        ):
+            self._versions[engine.name] = engine.version, now
         if sender:
             self._owners[engine.name] = sender
         try:
@@ -302,6 +318,8 @@ class SharedRun:
                     trouble=engine.trouble,
                     network=engine.network,
                     key=sender,
+                    run_id=engine.run_id,
+                    version=engine.version,
                 ),
             )
         except OSError as error:
@@ -327,6 +345,7 @@ class SharedRun:
         self._beats.pop(name, None)
         self._owners.pop(name, None)
         self._hosts.pop(name, None)
+        self._versions.pop(name, None)
         self._layout.engine(name).unlink(missing_ok=True)
 
 

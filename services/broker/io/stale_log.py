@@ -64,7 +64,8 @@ def _warning(lane: _Lane) -> str:
     env = lane.last.env
     text = (
         f"groups dropped as stale env={env} count={lane.untold} total={lane.total} "
-        f"max_staleness={lane.last.max_staleness} newest_step={lane.newest_step}; set trainer.batch_sequences to the "
+        f"max_staleness={lane.last.max_staleness} newest_step={lane.newest_step}; if `rolloutmq status` shows an "
+        "engine or a relay that is behind, mend that; else set trainer.batch_sequences to the "
         "sequences of the trainer's batches, so that producers do not run ahead, or deliver such groups: "
         f"`rolloutmq set env.{env}.stale=pass`"
     )

@@ -143,6 +143,7 @@ class AdminRequests:
             max_group_bytes=state.credits.largest,
             arena_bytes=state.arenas.nbytes,
             environments=tuple(sorted(known)),
+            run_id=endpoints.run_id if endpoints else "",
         )
 
     def latest(self, request: LatestExample) -> tuple[LatestExampleReply, tuple[Any, ...]]:

@@ -34,7 +34,7 @@ from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.batches.consumers import POLL_S, Consumer, WaitingPull
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
 from rolloutmq.services.broker.batches.transitions import mismatch, outcomes
-from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
+from rolloutmq.services.broker.broker_state import BrokerState, of_another_run, refuse, taken_over
 from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -66,6 +66,8 @@ class ConsumerRequests:
             )
         if not state.run.serves(request.info.run):
             return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
+        if (error := of_another_run(state, request.run_id)) is not None:
+            return error
         if state.consumers.full(request.consumer):
             return refuse(ErrorCode.LIMIT, "consumer: the broker can register no further consumer")
         if state.consumers.goes_on(request):

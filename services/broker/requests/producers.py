@@ -11,7 +11,7 @@ from typing import Any, Final
 from rolloutmq.schemas.wire.envelope import ArenaRef, Envelope, ErrorCode, GroupHeader, Split
 from rolloutmq.schemas.wire.replies import Ack, ErrorReply, Ok, Registered
 from rolloutmq.schemas.wire.requests import DeclareTables, Goodbye, RegisterProducer, Sync
-from rolloutmq.services.broker.broker_state import BrokerState, refuse
+from rolloutmq.services.broker.broker_state import BrokerState, of_another_run, refuse
 from rolloutmq.services.broker.flow.arenas import ArenaSlot, ProducerArena
 from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
 from rolloutmq.services.broker.flow.sessions import TABLES_LIMIT, ProducerSession
@@ -94,6 +94,8 @@ class ProducerRequests:
             return refuse(ErrorCode.INVALID, f"weight: must be a finite number (got {request.weight})")
         if not state.run.serves(request.run):
             return refuse(ErrorCode.INVALID, f"this broker serves run {state.run.name}")
+        if (error := of_another_run(state, request.run_id)) is not None:
+            return error
         if state.sessions.full(request.producer):
             return refuse(ErrorCode.LIMIT, "producer: the broker can register no further producer")
         known = state.lanes.find(request.env, request.split) is not None

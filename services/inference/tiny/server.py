@@ -23,6 +23,7 @@ import torch
 from rolloutmq.bus.engine_registry import FIRST, is_engine
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
@@ -107,6 +108,7 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
     if not is_engine(name):
         raise ConfigError("engine", f"{name!r} is not an engine; the names are {FIRST}, {FIRST}-1, ...")
     leaving = Leaving(stop, draining or asyncio.Event())
+    run_id = run_id_of(layout)
     seed = _seed(run.run.seed, name)
     ServedPolicy.prepare(run.model)
     served = await _attached(layout, run.inference, seed, leaving)
@@ -119,7 +121,7 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
                 tasks.create_task(server.batcher.run()),
                 tasks.create_task(server.follow(layout, seed)),
             ]
-            await serve_http(server, layout, name, run, leaving)
+            await serve_http(server, layout, name, run, leaving, run_id)
             for task in work:
                 task.cancel()
     finally:

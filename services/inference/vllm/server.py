@@ -30,6 +30,7 @@ from typing import Any, Final, TypeVar
 
 from rolloutmq.bus.engine_registry import FIRST, is_engine
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, RetryableError, WeightsTornError
@@ -237,6 +238,7 @@ async def serve(run_dir: Path, stop: Stop, name: str = FIRST, draining: asyncio.
 async def _serve(
     run: RunConfig, layout: RunLayout, name: str, vllm: Vllm, client: VllmClient, leaving: Leaving
 ) -> None:
+    run_id = run_id_of(layout)
     policy = await _ready(run, layout, vllm, client, leaving)
     if policy is None:
         return
@@ -245,7 +247,7 @@ async def _serve(
         await first(
             server.follow(),
             server.watch(),
-            serve_http(server, layout, name, run, leaving),
+            serve_http(server, layout, name, run, leaving, run_id),
         )
     finally:
         server.policy.close()

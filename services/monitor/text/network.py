@@ -35,7 +35,7 @@ def lines(network: NetworkStatus | None, workers: Iterable[WorkerStatus] = ()) -
         _listener(network),
         *_first([_key(one) for one in _relevant(network.keys)], "keys"),
         *_first([*_workers(network, workers)], "hosts with workers"),
-        *_first([_engine(one) for one in network.engines], "engines"),
+        *_first([_engine(one, network.version) for one in network.engines], "engines"),
         *_first([_relay(one, network.version) for one in network.relays], "relays"),
     ]
 
@@ -84,13 +84,14 @@ def _workers(network: NetworkStatus, workers: Iterable[WorkerStatus]) -> Iterato
         yield NetworkLine("joined", f"{count} on {_place(host, key)}: {names}{lost}", bool(silent))
 
 
-def _engine(engine: JoinedEngine) -> NetworkLine:
-    place = _place(engine.host, engine.key)
-    return NetworkLine(
-        "joined",
-        f"{engine.name} on {place}, heard {_ago(engine.silent_s)}",
-        engine.silent_s > SILENT_S,
-    )
+def _engine(engine: JoinedEngine, newest: PolicyVersion) -> NetworkLine:
+    text = f"{engine.name} on {_place(engine.host, engine.key)}, heard {_ago(engine.silent_s)}"
+    is_stuck = False
+    if engine.version is not None:
+        text += f", {_lag(engine.version, newest)}"
+        is_stuck = engine.version < newest and engine.unchanged_s > SILENT_S
+        text += f", unchanged for {engine.unchanged_s:.0f} s; its relay may be stuck" if is_stuck else ""
+    return NetworkLine("joined", text, engine.silent_s > SILENT_S or is_stuck)
 
 
 def _relay(relay: JoinedRelay, newest: PolicyVersion) -> NetworkLine:

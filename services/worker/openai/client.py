@@ -286,7 +286,7 @@ class OpenAIPolicy:
     ) -> _T | str:
         """Attempt it once; return the result, or the reason to retry."""
         if engine is None:
-            return "no inference server has published its address yet"
+            return self._engines.missing
         self._address = engine.url
         engine.in_hand += 1
         try:

@@ -4,6 +4,9 @@ There is no central scheduler, and load still evens out: a slow or busy engine h
 new ones; a new engine gets requests until it holds as many as the others. Ties are broken at random, so that workers
 that start together do not pick the same engine.
 
+An engine whose weights have not moved for `STUCK_S`, and are older than a group may be, is not asked: every group of it
+would be dropped. If all are like this, the worker waits and says for which one.
+
 A failed engine is skipped for `PASS_S`, a silent one until its heartbeat moves, a draining one for good. If no other
 engine is left, a skipped one is asked anyway, so a single engine is never excluded. Pure except for `listed`; for one
 event loop.
@@ -16,12 +19,18 @@ from typing import Final
 
 from rolloutmq.bus.engine_registry import EngineWatch
 from rolloutmq.schemas.files import InferenceAddress
+from rolloutmq.schemas.wire.envelope import PolicyVersion
 
 LOOK_S: Final = 0.5
 """Seconds between two reads of the engine files, which are few and small."""
 PASS_S: Final = 1.0
 """Seconds to skip a failed engine: a restart takes seconds, and a failed attempt is cheap."""
 
+STUCK_S: Final = 5.0
+"""Seconds without another version after which an engine that is behind counts as stuck: it tells its version once a
+second, and a fast trainer takes many steps until then."""
+
+NO_ENGINE: Final = "no inference server has published its address yet"
 Listed = Callable[[], Iterable[InferenceAddress]]
 """Returns the addresses of the engines; must not block for long."""
 
@@ -44,12 +53,33 @@ class Engine:
     """Unanswered requests of this worker."""
     passed_until: float = float("-inf")
     silent: bool = False
+    version: PolicyVersion | None = None
+    """Version of its weights; None if it does not tell."""
+    moved_at: float = 0.0
+    """When the version was first seen."""
 
 
 class Engines:
-    """The engines that one worker may call."""
+    """The engines that one worker may call.
 
-    def __init__(self, listed: Listed, rng: random.Random) -> None:
+    Args:
+        listed: Returns their addresses.
+        rng: Breaks ties.
+        policy: Returns the newest version that the worker knows of.
+        max_staleness: Steps by which an engine may be behind it; None for any number.
+    """
+
+    def __init__(
+        self,
+        listed: Listed,
+        rng: random.Random,
+        policy: Callable[[], PolicyVersion] = PolicyVersion,
+        max_staleness: int | None = None,
+    ) -> None:
+        self.missing = NO_ENGINE
+        """Why the last `take` found none."""
+        self._policy = policy
+        self._max_staleness = max_staleness
         self._listed = listed
         self._rng = rng
         self._watch = EngineWatch()
@@ -57,18 +87,47 @@ class Engines:
         self._look_at = float("-inf")
 
     def take(self, now: float) -> Engine | None:
-        """Choose an engine; None if none is registered."""
+        """Choose an engine; None if none is registered, or all are stuck, see `missing`."""
         self._look(now)
-        best = min((_rank(one, now) for one in self._known.values()), default=None)
-        tied = [one for one in self._known.values() if _rank(one, now) == best]
-        return self._rng.choice(tied) if tied else None
+        usable = [one for one in self._known.values() if not self._is_stuck(one, now)]
+        if not usable:
+            self.missing = self._why_none(now)
+            return None
+        best = min(_rank(one, now) for one in usable)
+        return self._rng.choice([one for one in usable if _rank(one, now) == best])
+
+    def _behind(self, engine: Engine) -> int:
+        """Return the steps by which an engine is behind; across resumes of the trainer that is not known here."""
+        policy, version = self._policy(), engine.version
+        if version is None or version.incarnation != policy.incarnation:
+            return 0
+        return policy.step - version.step
+
+    def _is_stuck(self, engine: Engine, now: float) -> bool:
+        if self._max_staleness is None or now - engine.moved_at <= STUCK_S:
+            return False
+        return self._behind(engine) > self._max_staleness
+
+    def _why_none(self, now: float) -> str:
+        if not self._known:
+            return NO_ENGINE
+        one = min(self._known.values(), key=self._behind)
+        assert one.version is not None
+        return (
+            f"engine {one.name} serves version {one.version.incarnation}.{one.version.step}, {self._behind(one)} steps "
+            f"behind the trainer, and no other for {now - one.moved_at:.0f} s; its groups would be too stale: see to "
+            "the relay of its host"
+        )
 
     def pass_over(self, engine: Engine, now: float) -> bool:
         """Skip a failed engine for a while; return whether another one can be asked at once."""
         engine.passed_until = now + PASS_S
         self._look_at = now  # it may have moved
         self._look(now)
-        return any(not one.silent and one.passed_until <= now for one in self._known.values())
+        return any(
+            not one.silent and one.passed_until <= now and not self._is_stuck(one, now)
+            for one in self._known.values()
+        )
 
     def _look(self, now: float) -> None:
         if now < self._look_at:
@@ -85,6 +144,8 @@ class Engines:
                 address.url.rstrip("/").removesuffix("/v1"), name=address.name, key=address.key
             )
             engine.silent = silent
+            if engine.version != address.version:
+                engine.version, engine.moved_at = address.version, now
         self._known = known
 
 

@@ -49,9 +49,14 @@ class Cluster:
         self.keys = KeyDirectory.create(self.head.tmp / "keys")
         self.joined: list[Program] = []
         sets = (f'broker.listen="tcp://0.0.0.0:{PORTS["serve"]}"', 'broker.keys="/tmp/keys"', *assignments)
-        words = (word for one in sets for word in ("--set", one))
+        self._words = [word for one in sets for word in ("--set", one)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Start the run on the head; a directory with a run that has ended is moved aside."""
         quickstart = str(EXAMPLES / "quickstart.toml")
-        self.up = self.head.start("up", "rolloutmq", "up", quickstart, "--plain", "--run-dir", RUN, *words)
+        words = ("up", quickstart, "--plain", "--run-dir", RUN, *self._words)
+        self.up = self.head.start("up", "rolloutmq", *words)
         self.up.expect(lambda: read_endpoints(self.layout.root), "the broker")
 
     def join(self, name: str, *words: str, role: Role) -> Program:
@@ -110,12 +115,20 @@ class EnginesApart(Cluster):
     def __init__(self, lab: Lab, *assignments: str) -> None:
         weights = ('weights.backend="stream"', f'weights.listen="tcp://0.0.0.0:{WEIGHTS_PORT}"')
         super().__init__(lab, *weights, "environment.sort3.min_workers=0", *assignments)
+        self.relay = self.join("relay", "relay", role=Role.ENGINE)
+        self.engine = self.join("engine", "engine", "--name", "far", role=Role.ENGINE)
+        self.join_workers()
+        self.await_engine()
+
+    def begin(self) -> None:
+        """Start the run on the head, without workers there."""
+        super().begin()
         self.head.call("rolloutmq", "scale", "sort3", "0", "--run-dir", RUN)
-        self.join("relay", "relay", role=Role.ENGINE)
-        self.join("engine", "engine", "--name", "far", role=Role.ENGINE)
+
+    def join_workers(self) -> None:
+        """Start the workers of the far host; the end of a run drains them."""
         words = ("worker", "sort3", "--name", "far", "--count", "2", "--code", str(EXAMPLES))
         self.worker = self.join("worker", *words, role=Role.WORKER)
-        self.await_engine()
 
     def address_of_weights(self) -> StreamAddress:
         """Return where the run serves its weights."""

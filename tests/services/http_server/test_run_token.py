@@ -1,6 +1,8 @@
 """The run's own token: read from a private file, and made for a run with keys."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,22 @@ def test_engines_of_a_key_get_a_token_of_their_own() -> None:
     assert len(made) == 43
     assert len({made, engine_token(TOKEN, "engine-8"), engine_token(TOKEN + "0", "engine-7"), TOKEN}) == 4
     assert engine_token("", "engine-7") == engine_token(TOKEN, "") == ""
+
+
+def test_a_kill_while_the_token_is_made_leaves_no_empty_file(tmp_path: Path) -> None:
+    """Every later start refused an empty file."""
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from rolloutmq.schemas.config.broker import BrokerConfig\n"
+        "from rolloutmq.schemas.config.run import RunConfig\n"
+        "from rolloutmq.schemas.files import RunLayout\n"
+        "from rolloutmq.services.http_server import run_token\n"
+        "run_token.secrets.token_urlsafe = lambda _: os._exit(9)\n"
+        "run_token.with_own_token(RunConfig(broker=BrokerConfig(keys='keys')), RunLayout(Path(sys.argv[1])))\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=60, check=False)
+    assert killed.returncode == 9
+    layout, keyed = RunLayout(tmp_path), RunConfig(broker=BrokerConfig(keys="keys"))
+    assert len(http_token(with_own_token(keyed, layout))) == 43
+    assert [one.name for one in tmp_path.iterdir()] == ["http_token"]

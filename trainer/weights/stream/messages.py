@@ -21,7 +21,12 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from rolloutmq.schemas.errors import LimitExceededError, MalformedError, WeightsMismatchError
+from rolloutmq.schemas.errors import (
+    LimitExceededError,
+    MalformedError,
+    WeightsMismatchError,
+    WeightsNotSentError,
+)
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.layout import PhysicalTensor, TensorSpec
 from rolloutmq.trainer.weights.lock import TENSORS_AT
@@ -69,6 +74,8 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     manifest_bytes: int
     nbytes: int
     """Bytes of the tensors' memory."""
+    run_id: str = ""
+    """Id of the run whose weights they are."""
 
 
 class Take(msgspec.Struct, frozen=True):
@@ -103,6 +110,18 @@ def decoded(body: bytes | memoryview, kind: type[_M]) -> _M:
 def layout_of(encoded: bytes) -> str:
     """Return the name of a layout: equal manifests have equal ones."""
     return hashlib.sha256(encoded).hexdigest()
+
+
+def require_run(offer: Offer, run_id: str) -> None:
+    """Check that offered weights are those of a run.
+
+    Raises:
+        WeightsNotSentError: They are of another run of the same address: an earlier one, or the next.
+    """
+    if offer.run_id not in {"", run_id} and run_id:
+        raise WeightsNotSentError(
+            "from", f"the sender has the weights of another run (got {offer.run_id[:8]}, not {run_id[:8]})"
+        )
 
 
 def require_offer(offer: Offer, limit_bytes: int) -> None:

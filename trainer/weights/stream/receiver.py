@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 
 from rolloutmq.bus.shm import segment_file
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.errors import (
     MalformedError,
     WeightsDamagedError,
@@ -46,6 +47,7 @@ from rolloutmq.trainer.weights.stream.messages import (
     decoded,
     require_manifest,
     require_offer,
+    require_run,
     table_sum,
 )
 from rolloutmq.trainer.weights.stream.segment import WeightSegment, copy_chunks
@@ -69,6 +71,8 @@ class Receiver:
 
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
+        self.run_id = run_id_of(layout)
+        """Id of the run whose weights it takes; empty if its directory has none."""
         self.write = ""
         """Name of the write that the weights hold, by the sender's count; empty if unknown."""
         self._segment = WeightSegment.adopt(layout.weights)
@@ -106,7 +110,7 @@ class Receiver:
         Returns when the sender asks for a new ticket.
 
         Raises:
-            WeightsNotSentError: The sender is gone or silent.
+            WeightsNotSentError: The sender is gone or silent, or has the weights of another run.
             WeightsDamagedError, WeightsMismatchError, MalformedError, LimitExceededError: It sent what cannot be.
             WeightsBusyError: A reader holds the lock of the weights; the version stays in the stage.
             MissingError: There is not enough shared memory.
@@ -132,6 +136,7 @@ class Receiver:
         return True
 
     def _take(self, channel: Channel, offer: Offer) -> int:
+        require_run(offer, self.run_id)
         require_offer(offer, self._limit())
         known = self._segment is not None and self._segment.layout == offer.layout
         take = Take(manifest=not known, digests=self._told(offer, known=known).tobytes())

@@ -17,6 +17,7 @@ from rolloutmq.bus.lifecycle import log_failure, set_up_logging, signals
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.errors import ConfigError, PackageMissingError, RolloutMQError
 from rolloutmq.schemas.files import RelayState, RunLayout, StreamAddress
 from rolloutmq.schemas.network.address import host_and_port, is_loopback
@@ -48,7 +49,12 @@ class Following:
 
     def state(self, number: int) -> RelayState:
         """Return what the relay has and waits for; for any thread."""
-        return RelayState(number=number, version=self._receiver.holds, waits_for=self._waits_for)
+        return RelayState(
+            number=number,
+            version=self._receiver.holds,
+            waits_for=self._waits_for,
+            run_id=self._receiver.run_id,
+        )
 
     def stop(self) -> None:
         """Ask `run` to end; for any thread, and for a signal handler."""
@@ -104,7 +110,7 @@ def serving(layout: RunLayout, listen: str, *, insecure: bool) -> tuple[Sender, 
     sealed = not (insecure or is_loopback(host))
     if sealed:
         require_cipher()
-    snapshots = Snapshots(layout.weights)
+    snapshots = Snapshots(layout.weights, run_id=run_id_of(layout))
     sender = Sender(snapshots, host, port, sealed=sealed)
     own = "127.0.0.1" if host == "0.0.0.0" else "::1" if host == "::" else host
     address = StreamAddress(

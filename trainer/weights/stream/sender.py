@@ -212,6 +212,7 @@ class Transfers:
             layout=snapshot.layout,
             manifest_bytes=len(snapshot.encoded),
             nbytes=nbytes,
+            run_id=self._snapshots.run_id,
         )
         self._channel.send(Kind.OFFER, msgspec.msgpack.encode(offer))
         answer = self._channel.receive(take_limit(nbytes))

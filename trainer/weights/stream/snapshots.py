@@ -80,9 +80,16 @@ class Snapshot:
 
 
 class Snapshots:
-    """The snapshots of the segment in one address file. For any thread."""
+    """The snapshots of the segment in one address file. For any thread.
 
-    def __init__(self, address_file: Path, limit: int = LIMIT) -> None:
+    Args:
+        address_file: Names the segment.
+        limit: Most snapshots at a time.
+        run_id: Id of the run whose weights they are.
+    """
+
+    def __init__(self, address_file: Path, limit: int = LIMIT, run_id: str = "") -> None:
+        self.run_id = run_id
         self._address_file = address_file
         self._limit = limit
         self._lock = threading.Lock()

@@ -21,6 +21,7 @@ from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.bus.transport.mirror import mirror as mirroring
 from rolloutmq.bus.transport.mirror import run_copy
 from rolloutmq.bus.transport.mirror.mirror import Mirror
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.bus.transport.sockets import Channel, make_context
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
@@ -298,3 +299,33 @@ async def test_why_a_key_is_refused_is_told(tmp_path: Path) -> None:
         async with mirrored(mirror):
             await until(lambda: "key w was refused" in mirror.problem)
             assert "revoked or unknown; get a new one" in mirror.problem
+
+
+@pytest.mark.parametrize("pauses", [True, False])
+async def test_a_fresh_run_of_the_same_name_is_another_one(
+    run_dir: Path, tmp_path: Path, pauses: bool
+) -> None:
+    """It has the same name and configuration; with programs of the old run, nothing is written before they end."""
+    own, fresh = RunLayout(tmp_path / "own"), RunLayout(tmp_path / "fresh")
+    fresh.root.mkdir(mode=0o700)
+    with (
+        running_broker(config(), RunLayout(run_dir)) as broker,
+        running_broker(config(), fresh) as other,
+    ):
+        addresses = broker.endpoints.listen[0], other.endpoints.listen[0]
+        mirror = Mirror(Connection(addresses=addresses), accept, own.root, pauses=pauses)
+        async with mirrored(mirror):
+            await mirror.ready()
+            first = run_id_of(own)
+            assert first == broker.endpoints.run_id
+            broker.stop()
+            if pauses:
+                await until(lambda: mirror.replaced)
+                assert run_id_of(own) == first
+                mirror.follow()
+            await until(lambda: mirror.changes == 2)
+            assert run_id_of(own) == other.endpoints.run_id != first
+            found = read_endpoints(own.root)
+            assert found is not None
+            assert found.run_id == other.endpoints.run_id
+            assert mirror.refused is None

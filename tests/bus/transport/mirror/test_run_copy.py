@@ -1,18 +1,22 @@
 """The directory of a run of another host: what the broker tells goes into files, and nothing else does."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
-from rolloutmq.bus.engine_registry import engines_of
+from rolloutmq.bus.engine_registry import SILENT_S, engines_of
 from rolloutmq.bus.rundir import read_json, write_json
+from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.transport.mirror.run_copy import RunCopy
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.files import Connection, InferenceAddress, RunLayout
 from rolloutmq.schemas.network.keys import Role, TokenRecord
 from rolloutmq.schemas.wire.joining import EngineState, HttpToken, RunReply, SharedFile
 
 ADDRESS = "tcp://head:7760"
+LATER = SILENT_S + 0.1
 
 
 @pytest.fixture
@@ -29,26 +33,39 @@ def engine(name: str = "inference", url: str = "http://0.0.0.0:1", number: int =
 
 
 def test_engines_come_and_go(copy: RunCopy) -> None:
-    copy.take_servers(reply(engine(), engine("inference.gpu7", "http://gpu7:9")), ADDRESS)
+    copy.take_servers(reply(engine(), engine("inference.gpu7", "http://gpu7:9")), ADDRESS, 0.0)
     assert [(one.name, one.url) for one in engines_of(copy.layout)] == [
         ("inference", "http://head:1"),
         ("inference.gpu7", "http://gpu7:9"),
     ]
-    gone = copy.layout.engine("inference.gpu7")
-    os.utime(gone, (0.0, 0.0))
-    copy.take_servers(reply(engine(number=2)), ADDRESS)
+    copy.take_servers(reply(engine(number=2)), ADDRESS, 1.0)
+    copy.take_servers(reply(engine(number=2)), ADDRESS, 1.0 + LATER)
     assert [one.number for one in engines_of(copy.layout)] == [2]
 
 
 def test_an_engine_of_this_host_is_not_set_back(copy: RunCopy) -> None:
     path = copy.layout.engine("inference.here")
     write_json(path, InferenceAddress(url="http://here:1", pid=7, name="inference.here", number=9))
-    copy.take_servers(reply(engine("inference.here", "http://here:1", 8)), ADDRESS)
+    copy.take_servers(reply(engine("inference.here", "http://here:1", 8)), ADDRESS, 0.0)
     found = read_json(path, InferenceAddress)
     assert found is not None
     assert found.number == 9
-    copy.take_servers(reply(), ADDRESS)  # the broker has not heard of it yet
+    copy.take_servers(reply(), ADDRESS, 0.0)  # the broker has not heard of it yet
     assert path.exists()
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_an_engine_of_this_host_stays_whatever_the_clock_of_its_files(copy: RunCopy, ahead_s: float) -> None:
+    """A file server stamps files by its own clock; an hour behind, a living engine lost its address."""
+    path = copy.layout.engine("inference.here")
+    for number in range(20):
+        write_json(path, InferenceAddress(url="http://here:1", pid=7, name="inference.here", number=number))
+        stamp = time.time() + ahead_s + number
+        os.utime(path, (stamp, stamp))
+        copy.take_servers(reply(), ADDRESS, float(number))
+        assert path.exists(), f"beat {number}"
+    copy.take_servers(reply(), ADDRESS, 19.0 + LATER)
+    assert not path.exists(), "nobody writes it any more"
 
 
 def test_the_next_life_of_an_engine_of_this_host_is_not_replaced_by_the_last(copy: RunCopy) -> None:
@@ -57,10 +74,9 @@ def test_the_next_life_of_an_engine_of_this_host_is_not_replaced_by_the_last(cop
     own = InferenceAddress(url="http://127.0.0.1:2", pid=8, name="inference.here", number=1, at=50.0)
     write_json(path, own)
     last = EngineState(name="inference.here", url="http://127.0.0.1:1", pid=7, number=99, at=49.0)
-    copy.take_servers(reply(last), ADDRESS)
+    copy.take_servers(reply(last), ADDRESS, 0.0)
     assert read_json(path, InferenceAddress) == own
-    os.utime(path, (0.0, 0.0))  # nobody writes it any more: the run knows better
-    copy.take_servers(reply(last), ADDRESS)
+    copy.take_servers(reply(last), ADDRESS, LATER)  # nobody writes it any more: the run knows better
     assert [one.pid for one in engines_of(copy.layout)] == [7]
 
 
@@ -70,16 +86,16 @@ def test_the_next_life_of_an_engine_of_this_host_is_not_replaced_by_the_last(cop
 )
 def test_other_names_and_urls_write_nothing(copy: RunCopy, name: str, url: str) -> None:
     before = sorted(copy.layout.root.iterdir())
-    copy.take_servers(reply(engine(name, url)), ADDRESS)
+    copy.take_servers(reply(engine(name, url)), ADDRESS, 0.0)
     assert sorted(copy.layout.root.iterdir()) == before
 
 
 def test_the_teacher_comes_and_goes(copy: RunCopy) -> None:
-    copy.take_servers(reply(teacher="http://0.0.0.0:5"), ADDRESS)
+    copy.take_servers(reply(teacher="http://0.0.0.0:5"), ADDRESS, 0.0)
     found = read_json(copy.layout.teacher, InferenceAddress)
     assert found is not None
     assert found.url == "http://head:5"
-    copy.take_servers(reply(), ADDRESS)
+    copy.take_servers(reply(), ADDRESS, 0.0)
     assert not copy.layout.teacher.exists()
 
 
@@ -117,3 +133,27 @@ def test_the_authority_comes_and_goes(copy: RunCopy) -> None:
     assert copy.layout.tls_ca.read_text() == "-----BEGIN CERTIFICATE-----"
     assert copy.take_ca("") is None
     assert not copy.layout.tls_ca.exists()
+
+
+RUN, NEXT = "1" * 32, "2" * 32
+
+
+def test_a_fresh_run_finds_nothing_of_the_one_before(copy: RunCopy) -> None:
+    layout = copy.layout
+    copy.begin(RUN)
+    copy.take_servers(reply(engine()), ADDRESS, 0.0)
+    copy.take_file(words := SharedFile(name="tokenizer.json", nbytes=2, mark="a"), b"{}")
+    segment = segment_file.create("weights", 4096)
+    segment_file.write_address(layout.weights, segment)
+    try:
+        RunCopy(layout, Connection(addresses=(ADDRESS,))).begin(RUN)
+        assert layout.weights.exists(), "the mirror of another command of the same run leaves them"
+        assert segment.path.exists()
+        copy.begin(NEXT)
+        assert not segment.path.exists()
+    finally:
+        segment.discard()
+    assert not layout.weights.exists()
+    assert engines_of(layout) == []
+    assert run_id_of(layout) == NEXT
+    assert copy.missing([words]) == [words]

@@ -1,14 +1,18 @@
 """Where an engine of another host listens, and the URL by which others reach it."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 from tests.services.http_server.authority import pair
 
-from rolloutmq.launch.commands.remote.engine_beats import Served
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.mirror.mirror import Mirror
+from rolloutmq.launch.commands.remote import beats, engine_beats
+from rolloutmq.launch.commands.remote.engine_beats import EngineBeats, Served
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import Connection, RunLayout
 
 BROKER = "tcp://127.0.0.1:7760"
 
@@ -56,3 +60,28 @@ def test_others_reach_it_only_if_it_asks_for_tokens_or_everybody_may() -> None:
     secured = Served("10.0.0.9", has_tokens=True, tls_cert=Path("c"), tls_key=Path("k"))
     assert not secured.is_clear
     assert not Served(has_tokens=True).is_clear
+
+
+@pytest.mark.parametrize(
+    ("backend", "said"),
+    [
+        ("posix_shm", "with weights.backend=posix_shm an engine runs on the host of the trainer"),
+        ("stream", "start `rolloutmq relay` on this host"),
+    ],
+)
+async def test_an_engine_without_weights_says_what_is_missing(
+    run_dir: Path, backend: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine_beats, "WEIGHTS_S", 0.1)
+    monkeypatch.setattr(beats, "BEAT_S", 0.02)
+    weights = {"backend": backend}
+    write_json(RunLayout(run_dir).config, RunConfig.model_validate({"weights": weights}))
+    mirror = Mirror(Connection(addresses=(BROKER,)), lambda _data, _layout: RunConfig(), run_dir)
+    beating = asyncio.create_task(
+        EngineBeats("inference.far", Served()).run(mirror, RunLayout(run_dir)), name="beats"
+    )
+    async with asyncio.timeout(60):
+        while said not in caplog.text:  # noqa: ASYNC110 - a log line has no event
+            await asyncio.sleep(0.01)
+    beating.cancel()
+    await asyncio.wait({beating})

@@ -25,6 +25,7 @@ from rolloutmq.bus.rundir import load_run, read_json, write_json
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.transport.keys.bundle import load_bundle, load_keys
 from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.errors import RefusedError
 from rolloutmq.schemas.files import RunLayout, StreamAddress
@@ -52,6 +53,11 @@ class Run:
 
     def __init__(self, hosts: Hosts, listen: str) -> None:
         self.hosts = hosts
+        self._listen = listen
+        self._begin()
+
+    def _begin(self) -> None:
+        hosts, listen = self.hosts, self._listen
         config = validate(
             {
                 "run": {"name": "streamed"},
@@ -68,6 +74,18 @@ class Run:
         )
         self.broker = hosts.broker()
         self.start_relay()
+
+    def begin_fresh(self) -> None:
+        """Kill the run, and begin another one of its name, configuration and address, as `up` without --resume does."""
+        self.broker.kill()
+        self.broker.wait()
+        self.relay.kill()
+        self.relay.wait()
+        self.share.close(unlink=True)
+        root = self.hosts.layout.root
+        root.rename(root.with_name("gone"))
+        root.mkdir(mode=0o700)
+        self._begin()
 
     def start_relay(self) -> None:
         """Start the relay of the run's host, and wait until it serves."""
@@ -181,6 +199,28 @@ def test_a_joined_engine_samples_with_the_newest_version(tmp_path: Path, listen:
         assert "name=trainer " in run.hosts.log("relay.log"), "the sender knows the name of the key"
         assert end(engine) == 0
         assert end(relay) == 0
+
+
+def test_engine_and_relay_have_nothing_of_the_run_before_in_a_fresh_one(tmp_path: Path) -> None:
+    """They went on with its weights: groups of version 0.5 were trained as fresh ones while the trainer was at 0.0."""
+    with streamed(tmp_path) as run:
+        relay = run.hosts.start("relay", *run.way(Role.TRAINER), log="joined-relay.log")
+        engine = run.hosts.start("engine", *run.way(Role.ENGINE), "--name", "far", log="engine.log")
+        run.step(5)
+        run.received(V(0, 5))
+        wait_until(lambda: engines_of(run.hosts.layout), "the engine")
+        run.begin_fresh()
+        assert not engines_of(run.hosts.layout)
+        (found,) = wait_until(lambda: engines_of(run.hosts.layout), "the engine in the fresh run")
+        assert found.run_id == run_id_of(run.hosts.layout) != ""
+        token = load_bundle(run.hosts.key("worker", Role.WORKER)).token
+        assert sampled(found.url, token) == [{"incarnation": 0, "step": 0}]
+        assert run.version() == V(0, 0)
+        run.step(1)
+        run.received(V(0, 1))
+        for log in ("joined-relay.log", "engine.log"):
+            assert "the run is gone, a fresh one of its name is there" in run.hosts.log(log)
+        assert [end(one) for one in (engine, relay)] == [0, 0]
 
 
 def test_a_relay_behind_a_relay_gets_the_weights_from_it(tmp_path: Path) -> None:

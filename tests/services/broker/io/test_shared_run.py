@@ -18,7 +18,7 @@ from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
 from rolloutmq.schemas.network.keys import Role
-from rolloutmq.schemas.wire.envelope import ErrorCode
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.joining import (
     PART_BYTES,
     TOKENS_LIMIT,
@@ -29,6 +29,7 @@ from rolloutmq.schemas.wire.joining import (
     GetRun,
     GetWeightsTicket,
     HttpToken,
+    RelayBeat,
     RunReply,
     WeightsTicket,
 )
@@ -280,3 +281,25 @@ def test_ten_thousand_hashes_fit_a_reply() -> None:
     data = msgspec.msgpack.encode(reply)
     assert msgspec.msgpack.decode(data, type=RunReply) == reply
     assert len(data) < 3 << 20
+
+
+def test_heartbeats_of_another_run_are_refused(run_dir: Path) -> None:
+    """An engine that still serves the weights of a run that is gone must not be found, nor a relay give them on."""
+    run = SharedRun(validate({"run": {"name": "sums"}}), RunLayout(run_dir), EPOCH, "2" * 32)
+    assert told(run).run_id == "2" * 32
+    for run_id, expected in (("1" * 32, ErrorReply), ("2" * 32, Ok)):
+        engine = msgspec.structs.replace(beat().engine, run_id=run_id)
+        assert isinstance(run.answer(EngineBeat(engine=engine), 0.0), expected)
+        assert isinstance(run.answer(RelayBeat(name="relay.gpu7", run_id=run_id), 0.0), expected)
+        assert bool(engines_of(RunLayout(run_dir))) == bool(run.relays.report(0.0)) == (expected is Ok)
+
+
+def test_the_broker_knows_since_when_an_engine_has_its_version(run_dir: Path) -> None:
+    run = shared_of(run_dir)
+    for now, step in ((0.0, 1), (1.0, 1), (2.0, 2), (9.0, 2)):
+        engine = msgspec.structs.replace(beat().engine, version=PolicyVersion(0, step))
+        assert isinstance(run.answer(EngineBeat(engine=engine), now), Ok)
+    (joined,) = run.engines(10.0)
+    assert (joined.version, joined.unchanged_s, joined.silent_s) == (PolicyVersion(0, 2), 8.0, 1.0)
+    assert engines_of(RunLayout(run_dir))[0].version == PolicyVersion(0, 2)
+    assert told(run).engines[0].version == PolicyVersion(0, 2)

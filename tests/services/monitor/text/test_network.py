@@ -87,3 +87,21 @@ def test_what_a_relay_waits_for_is_told() -> None:
     assert line.text == (
         "relay.b on b, without a key: no version yet, serves tcp://b:1; waits: no relay is heard; silent for 9 s"
     )
+
+
+@pytest.mark.parametrize(
+    ("version", "unchanged_s", "told", "is_unwell"),
+    [
+        (V(1, 5), 90.0, ", version 1.5, the newest", False),
+        (V(1, 4), 1.0, ", version 1.4, 1 step behind", False),
+        (V(1, 2), 60.0, ", version 1.2, 3 steps behind, unchanged for 60 s; its relay may be stuck", True),
+        (None, 60.0, "", False),
+    ],
+)
+def test_an_engine_with_stuck_weights_is_unwell(
+    version: PolicyVersion | None, unchanged_s: float, told: str, is_unwell: bool
+) -> None:
+    engine = JoinedEngine(name="inference.gpu7", host="gpu7", version=version, unchanged_s=unchanged_s)
+    line = lines(NetworkStatus(listen=ADDRESS, version=V(1, 5), engines=(engine,)))[1]
+    assert line.text == f"inference.gpu7 on gpu7, without a key, heard now{told}"
+    assert line.is_unwell is is_unwell

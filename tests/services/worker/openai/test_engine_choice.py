@@ -7,7 +7,8 @@ import pytest
 
 from rolloutmq.bus.engine_registry import SILENT_S
 from rolloutmq.schemas.files import InferenceAddress
-from rolloutmq.services.worker.openai.engine_choice import LOOK_S, PASS_S, Engine, Engines
+from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.services.worker.openai.engine_choice import LOOK_S, PASS_S, STUCK_S, Engine, Engines
 
 
 class Directory:
@@ -139,3 +140,39 @@ def test_one_whose_address_stands_still_is_asked_only_where_no_other_is() -> Non
 def test_an_address_may_end_as_it_likes(url: str) -> None:
     engines = Engines(lambda: [InferenceAddress(url=url, pid=0)], random.Random(0))
     assert taken(engines, 0.0).url == "http://x"
+
+
+def at(step: int, incarnation: int = 0) -> PolicyVersion:
+    return PolicyVersion(incarnation, step)
+
+
+def test_an_engine_whose_weights_are_stuck_is_not_asked() -> None:
+    """Each of its groups was dropped as stale, thousands in a minute, and nothing said why."""
+    directory, policy = Directory("a", "b"), at(9)
+    engines = Engines(directory.listed, random.Random(0), lambda: policy, max_staleness=2)
+    directory.change("a", version=at(1))
+    directory.change("b", version=at(9))
+    assert {taken(engines, 0.0).name for _ in range(2)} == {"a", "b"}, "it may be about to move"
+    later = STUCK_S + 1
+    assert {taken(engines, later).name for _ in range(4)} == {"b"}
+    policy = at(12)
+    assert engines.take(later + LOOK_S) is None
+    assert engines.missing == (
+        "engine b serves version 0.9, 3 steps behind the trainer, and no other for 6 s; its groups would be too stale: "
+        "see to the relay of its host"
+    )
+    directory.change("a", version=at(12))
+    assert taken(engines, later + 2 * LOOK_S).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("version", "max_staleness"), [(at(7), 2), (at(1), None), (None, 2), (at(1, 1), 2)], ids=repr
+)
+def test_an_engine_is_asked_unless_its_groups_would_surely_be_dropped(
+    version: PolicyVersion | None, max_staleness: int | None
+) -> None:
+    directory = Directory("a")
+    directory.change("a", version=version)
+    engines = Engines(directory.listed, random.Random(0), lambda: at(9), max_staleness)
+    for now in (0.0, STUCK_S + 1):
+        assert taken(engines, now).name == "a"

@@ -15,7 +15,7 @@ import torch
 from tests.trainer.weights.stream.support import Engine, Trainer, V, received, wire
 from tests.trainer.weights.stream.support import dial as dialed
 
-from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.shm import segment_file
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.config.trainer import LoraConfig
@@ -29,7 +29,7 @@ from rolloutmq.schemas.errors import (
     WeightsNotSentError,
     WeightsTornError,
 )
-from rolloutmq.schemas.files import RunLayout, StreamAddress
+from rolloutmq.schemas.files import RunIdentity, RunLayout, StreamAddress
 from rolloutmq.trainer.policy.adapters import Adapters
 from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.weights.posix_shm import WeightShare
@@ -460,3 +460,21 @@ def test_a_manifest_may_be_large_only_as_announced(truth: WeightSegment, host: R
     small = offer(truth, manifest_bytes=10, layout=layout_of(truth.encoded))
     with received(host) as mine, pytest.raises(AssertionError):  # the channel's limit, of the stand-in here
         mine.take_next(Liar(small, (Kind.MANIFEST, truth.encoded, b"")))  # type: ignore[arg-type]
+
+
+def test_weights_of_another_run_are_not_taken(tmp_path: Path) -> None:
+    """The address of a sender may belong to a fresh run of the same name by now."""
+    layouts = [RunLayout(tmp_path / name) for name in ("trainer", "far")]
+    for number, layout in enumerate(layouts):
+        layout.root.mkdir()
+        write_json(layout.identity, RunIdentity(run_id=f"{number}" * 32))
+    trainer = Trainer(layouts[0].root)
+    try:
+        with trainer.served() as address, received(layouts[1]) as receiver:
+            channel = dial(address)
+            with pytest.raises(WeightsNotSentError, match=r"another run \(got 00000000, not 11111111\)"):
+                receiver.follow(channel)
+            channel.close()
+            assert receiver.version is None
+    finally:
+        trainer.close()
