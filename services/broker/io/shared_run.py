@@ -236,7 +236,8 @@ class SharedRun:
         if sender and self._owners.get(engine.name, sender) != sender:
             return refuse(
                 ErrorCode.FORBIDDEN,
-                f"name: belongs to another key (got {engine.name} with key {sender}); use another name",
+                f"name: belongs to another key (got {engine.name} with key {sender}); wait {GONE_S:.0f} "
+                "seconds if this key replaces that one, else use another name",
             )
         if beat.ends:
             self._remove(engine.name)

@@ -1,0 +1,81 @@
+"""The heartbeat of a worker of another host: it goes on with the key that replaces a revoked one."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.keys.bundle import save_bundle
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.schemas.network.keys import Role
+from rolloutmq.schemas.wire.control import GetStatus, StatusReply, WorkerBeat, WorkerState
+from rolloutmq.services.broker.server import running_broker
+from rolloutmq.services.worker.heartbeat import Heartbeat
+
+LIMIT_S = 30.0
+
+
+def far_directory(root: Path, broker: Endpoints, key: Path) -> RunLayout:
+    """Return the directory of another host, with the way to the broker."""
+    layout = RunLayout(root / "far")
+    layout.root.mkdir(mode=0o700)
+    serve, ingest, events, publish = broker.listen
+    way = Endpoints(
+        serve=serve,
+        ingest=ingest,
+        events=events,
+        publish=publish,
+        pid=broker.pid,
+        epoch=broker.epoch,
+        key=str(key),
+    )
+    write_json(layout.endpoints, way)
+    return layout
+
+
+async def hears(client: BrokerClient, met: Callable[[StatusReply], bool]) -> None:
+    """Wait until the broker's status meets a condition."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            status = await client.request(GetStatus(), LIMIT_S)
+            assert isinstance(status, StatusReply)
+            if met(status):
+                return
+            await asyncio.sleep(0.05)
+
+
+async def test_it_goes_on_with_the_key_that_replaces_a_revoked_one(tmp_path: Path) -> None:
+    keys, file, fresh = KeyDirectory.create(tmp_path / "keys"), tmp_path / "own.key", tmp_path / "new.key"
+    save_bundle(file, keys.new("w-1", Role.WORKER))
+    broker = {"listen": "tcp://127.0.0.1:0", "keys": "keys"}
+    config = RunConfig.model_validate({"base_dir": str(tmp_path), "broker": broker})
+    produced = [0]
+
+    def beat() -> WorkerBeat:
+        return WorkerBeat(
+            worker="e-far.0", env="e", state=WorkerState.READY, pid=os.getpid(), produced=produced[0]
+        )
+
+    run = RunLayout(tmp_path / "run")
+    run.root.mkdir()
+    with running_broker(config, run) as served:
+        layout = far_directory(tmp_path, served.endpoints, file)
+        running = asyncio.create_task(Heartbeat(layout, "e-far.0", beat, print).run())
+        try:
+            async with BrokerClient(served.endpoints.serve) as near:
+                await hears(near, lambda status: bool(status.pressure.workers))
+                keys.revoke("w-1")
+                await hears(near, lambda status: status.pressure.workers[0].silent_s > 2.0)
+                file.unlink()  # between the files there is none
+                save_bundle(fresh, keys.new("w-2", Role.WORKER))
+                fresh.rename(file)
+                produced[0] = 7
+                await hears(near, lambda status: status.pressure.workers[0].produced == 7)
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+    assert running.cancelled()
