@@ -86,10 +86,17 @@ class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=Tru
 
 
 class Drain(Message, tag="drain", frozen=True, kw_only=True):
-    """Order a worker to drain. The broker repeats it on `control.<worker>/` until the worker reports `draining`."""
+    """Order a worker to drain. The broker repeats it on `control.<worker>/` until the worker reports `draining`.
+
+    Attributes:
+        worker: Name of the worker.
+        reason: Why, for the log of the worker.
+        pid: Process that the order is for, set by the broker; a later one of the same name ignores it. 0 if unknown.
+    """
 
     worker: Name
     reason: Annotated[str, Meta(max_length=200)] = "asked"
+    pid: Count = 0
 
 
 class RestartWorker(Message, tag="restart_worker", frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ The round trips tell the offset of the broker's clock, which the next heartbeat 
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Final
@@ -124,7 +125,7 @@ class Heartbeat:
             except WireError as error:
                 logger.warning("control message invalid error=%s", error)
                 continue
-            if drain.worker == self._worker:
+            if drain.worker == self._worker and drain.pid in {0, os.getpid()}:
                 self._on_drain(drain.reason)
 
 

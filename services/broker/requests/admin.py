@@ -90,7 +90,7 @@ class AdminRequests:
         session = state.sessions.current(drain.worker)
         if session is None and state.workers.last(drain.worker) is None:
             return refuse(ErrorCode.UNKNOWN, f"worker {drain.worker} is not known")
-        if state.workers.order_drain(drain):
+        if state.workers.order_drain(drain, session.pid if session is not None else 0):
             state.events.add(Told(drain.worker, drain.reason, state.workers.pid(drain.worker)))
         if session is not None and session.alive:
             session.draining = True

@@ -1,10 +1,13 @@
-"""The heartbeat of a worker of another host: it goes on with the key that replaces a revoked one."""
+"""The heartbeat of a worker goes on with the key that replaces a revoked one, and takes only its own orders."""
 
 import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
 
+import zmq
+
+from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.keys.bundle import save_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
@@ -12,11 +15,12 @@ from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.network.keys import Role
-from rolloutmq.schemas.wire.control import GetStatus, StatusReply, WorkerBeat, WorkerState
+from rolloutmq.schemas.wire.control import Drain, GetStatus, StatusReply, WorkerBeat, WorkerState
 from rolloutmq.services.broker.server import running_broker
 from rolloutmq.services.worker.heartbeat import Heartbeat
 
 LIMIT_S = 30.0
+STATE = WorkerBeat(worker="e-0", env="e", state=WorkerState.READY, pid=os.getpid())
 
 
 def far_directory(root: Path, broker: Endpoints, key: Path) -> RunLayout:
@@ -79,3 +83,38 @@ async def test_it_goes_on_with_the_key_that_replaces_a_revoked_one(tmp_path: Pat
             running.cancel()
             await asyncio.wait({running})
     assert running.cancelled()
+
+
+async def test_a_drain_of_an_earlier_process_of_the_name_is_not_its_own(tmp_path: Path) -> None:
+    """The broker repeats an order until its process confirms it, which a killed one never does."""
+    ours, theirs = os.getpid(), os.getpid() + 1
+    with zmq.Context() as context, context.socket(zmq.XPUB) as events, context.socket(zmq.ROUTER) as serve:
+        ports = [one.bind_to_random_port("tcp://127.0.0.1") for one in (events, serve)]
+        address = [f"tcp://127.0.0.1:{port}" for port in ports]
+        layout = RunLayout(tmp_path)
+        way = Endpoints(
+            serve=address[1], ingest=address[1], events=address[0], publish=address[1], pid=0, epoch=1
+        )
+        write_json(layout.endpoints, way)
+        told: list[str] = []
+        done = asyncio.Event()
+
+        def on_drain(reason: str) -> None:
+            told.append(reason)
+            if reason == "own":
+                done.set()
+
+        heartbeat = Heartbeat(layout, "e-0", lambda: STATE, on_drain)
+        running = asyncio.create_task(heartbeat.run())
+        try:
+            assert await asyncio.to_thread(events.poll, LIMIT_S * 1000)
+            events.recv()
+            for pid, reason in ((theirs, "earlier"), (ours, "own")):
+                drain = Drain(worker="e-0", reason=reason, pid=pid)
+                events.send_multipart([topics.control("e-0"), codec.encode(drain)])
+            async with asyncio.timeout(LIMIT_S):
+                await done.wait()
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+    assert told == ["own"]
