@@ -33,6 +33,7 @@ from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.bus.files import PRIVATE_DIRECTORY
 from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.producer.resend import resend_set_aside
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
 from rolloutmq.bus.tasks.taker import TaskTaker
 from rolloutmq.schemas.config.environment import EnvironmentConfig
@@ -313,6 +314,7 @@ class Worker:
             return []
         name, asked = answering_producer(self.name), self.config.evaluation
         opening = self._producer_of(name, Split.EVAL, max(1, asked.samples), asked.concurrency)
+        await self._send_set_aside(name)
         producer = self._evaluating = await stack.enter_async_context(opening)
         self._answers = Rollouts(
             name,
@@ -372,8 +374,14 @@ class Worker:
     async def _opened(self, stack: AsyncExitStack) -> Producer:
         section = self.section
         split = Split.TRAIN if section.split == "train" else Split.EVAL
+        await self._send_set_aside(self.name)
         opening = self._producer_of(self.name, split, section.group_size, section.concurrency)
         return await stack.enter_async_context(opening)
+
+    async def _send_set_aside(self, name: str) -> None:
+        """Send what fenced processes of this name left here, before the name has a session of its own."""
+        acks = self.layout.acks
+        await resend_set_aside(self.layout.root, self.layout.spools / name, name, ack_logs=acks)
 
     def _producer_of(
         self, name: str, split: Split, group_size: int, slots: int

@@ -1,7 +1,7 @@
 """Workers: their heartbeats, and the drains ordered for them.
 
-A drain is state: it is repeated on `control.<worker>/` until the worker confirms it. It is for one process and ends with
-it. A later process of the same name may subscribe before the broker hears of it, so the order names its process.
+A drain is state: it is repeated on `control.<worker>/` until the worker confirms it. It is for one process and ends
+with it. A later process of the name may subscribe before the broker hears of it, so the order names its process.
 """
 
 from collections import Counter, defaultdict
