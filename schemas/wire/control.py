@@ -49,8 +49,8 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         completions: Completions that its rollouts got from the policy so far, those of rollouts in progress included;
             not those of an evaluation beside the training. 0 if it samples in another way.
         completion_tokens: Their sampled tokens.
-        waits_for: Service other than the broker for which finished rollouts wait, their number and the reason; empty
-            if there is none.
+        waits_for: Service other than the broker for which finished rollouts wait, their number and the reason; of a
+            starting worker, the engines that it cannot reach. Empty if there is none.
         clock_offset_s: Seconds that the broker's wall clock is ahead of the worker's, by the round trips of earlier
             heartbeats.
         clock_error_s: Bound of the error of `clock_offset_s`, half the shortest round trip; 0 before the first one.

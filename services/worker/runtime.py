@@ -64,6 +64,8 @@ from rolloutmq.services.worker.user_code.process_exits import told_exits
 
 logger = logging.getLogger(__name__)
 
+WAIT_CHARS: Final = 1000
+"""Longest `waits_for` of a heartbeat."""
 PATIENCE: Final = 0.9
 """Fraction of `rollout_timeout_s` to wait for the policy, so that the rollout can report the reason."""
 DELIVERY_S: Final = 60.0
@@ -126,6 +128,8 @@ class Worker:
         self._answers: Rollouts | None = None
         """Those that answer the evaluation beside the training; no heartbeat tells of them."""
         self._teacher: TeacherClient | None = None
+        self._engine_wait = ""
+        """Why no engine can be asked while the worker starts; it has no session before, and so holds no permit."""
         self._tracer: RolloutTracer | None = None
         self._files = UserFiles.of(self.config.base_dir, [self.section])
         self._failures = RateLimitedLog(TRACEBACK_EVERY_S)
@@ -166,9 +170,14 @@ class Worker:
             untaught=rollouts.untaught if rollouts else 0,
             completions=self._counting.completions if self._counting else 0,
             completion_tokens=self._counting.tokens if self._counting else 0,
-            waits_for=self._teacher.wait(time.monotonic()) if self._teacher else "",
+            waits_for=self._waits_for(),
             joined=self._joined,
         )
+
+    def _waits_for(self) -> str:
+        if self._teacher is not None:
+            return self._teacher.wait(time.monotonic())
+        return self._engine_wait if self.state is WorkerState.STARTING else ""
 
     async def run(self, stop: Stop) -> None:
         """Run until drained or stopped.
@@ -339,6 +348,7 @@ class Worker:
         log = WaitLog()
         # Another process writes the file: there is no event to wait for.
         while not self._addresses():
+            self._engine_wait = self._out_of_reach()[:WAIT_CHARS]
             if log.is_due("no engine", now := time.monotonic()):
                 logger.warning(
                     "waiting for an inference server waited_s=%.0f: %s", log.waited_s(now), self._no_engine()
@@ -366,10 +376,14 @@ class Worker:
         return [one for one in engines_of(self.layout) if is_reachable(one)]
 
     def _no_engine(self) -> str:
+        return self._out_of_reach() or f"{self.layout.engine(FIRST)} does not exist"
+
+    def _out_of_reach(self) -> str:
+        """Name the engines that this host cannot ask; empty if the run has none at all."""
         apart = ", ".join(f"{one.name} ({one.url})" for one in engines_of(self.layout))
-        if apart:
-            return f"only its own host reaches {apart}; set `inference.host`, or start an engine on this host"
-        return f"{self.layout.engine(FIRST)} does not exist"
+        if not apart:
+            return ""
+        return f"only its own host reaches {apart}; set `inference.host`, or start an engine on this host"
 
     async def _opened(self, stack: AsyncExitStack) -> Producer:
         section = self.section

@@ -298,17 +298,16 @@ async def test_the_policy_is_waited_for(staged: Staged, server: "FakeServer") ->
             stage.stop.request("SIGTERM")
 
 
-async def test_an_engine_on_the_loopback_of_another_host_is_not_asked(
-    staged: Staged, server: "FakeServer", caplog: pytest.LogCaptureFixture
+async def test_a_worker_that_reaches_no_engine_says_so_and_holds_no_permit(
+    staged: Staged, server: "FakeServer"
 ) -> None:
     """Whatever listens there on this host's own loopback is another program."""
     async with staged(policy=False) as stage:
         far = InferenceAddress(url=server.url, pid=1, name="inference.far", network="of another host")
         write_json(stage.layout.engine(far.name), far)
-        async with living(stage.worker(), stage.stop), asyncio.timeout(30):
-            while "only its own host reaches inference.far" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-            assert not server.models_asked
+        async with living(stage.worker(), stage.stop):
+            await stage.heard(lambda it: "only its own host reaches inference.far" in it.waits_for)
+            assert (server.models_asked, (await stage.pressure()).lanes) == (0, ())
             write_json(stage.layout.inference, InferenceAddress(url=server.url, pid=1))
             await stage.heard(lambda status: status.produced > 0)
             stage.stop.request("SIGTERM")
