@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from rolloutmq.bus.encoding.codec import encode
+from rolloutmq.bus.engine_registry import is_of_other_host
 from rolloutmq.schemas.network.address import port_of
 from rolloutmq.schemas.wire.control import (
     Disconnect,
@@ -11,6 +12,7 @@ from rolloutmq.schemas.wire.control import (
     LatestExample,
     LatestExampleReply,
     Reset,
+    RestartWorker,
     SetValues,
     SetWorkers,
     ValueRefused,
@@ -98,6 +100,23 @@ class AdminRequests:
             state.permits.note(session.lane)
             state.permits_due = True
         return Ok()
+
+    def restart(self, request: RestartWorker, now: float) -> Ok | ErrorReply:
+        """Keep an order for the orchestrator, which does not own what has joined from another host."""
+        beat = self._state.workers.last(request.worker)
+        if beat is not None and beat.joined:
+            return refuse(
+                ErrorCode.INVALID,
+                f"worker: joined by itself from host {beat.host} (got {request.worker}); drain it, and start its "
+                "command `rolloutmq worker --connect` there again",
+            )
+        if is_of_other_host(request.worker):
+            return refuse(
+                ErrorCode.INVALID,
+                f"worker: is an engine of another host (got {request.worker}); end its command "
+                "`rolloutmq engine --connect` there, and start it again",
+            )
+        return self._state.restart_orders.take(request, now)
 
     def set_workers(self, request: SetWorkers) -> Ok | ErrorReply:
         """Keep the number of workers an operator asks for; the orchestrator reads it from `pressure`."""
