@@ -1,10 +1,9 @@
 """Requests of workers, the orchestrator and operators: heartbeats, drains, live settings, reset."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from rolloutmq.bus.encoding.codec import encode
-from rolloutmq.bus.engine_registry import is_of_other_host
 from rolloutmq.schemas.network.address import port_of
 from rolloutmq.schemas.wire.control import (
     Disconnect,
@@ -40,6 +39,9 @@ from rolloutmq.services.broker.requests.live_settings import LiveSettings
 from rolloutmq.services.broker.requests.producers import ProducerRequests
 from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT
 from rolloutmq.services.broker.state.groups import identity
+
+_JOINED_ENGINE: Final = "inference."
+"""Begin of the name of an engine of another host, which its own command holds."""
 
 
 class AdminRequests:
@@ -110,7 +112,7 @@ class AdminRequests:
                 f"worker: joined by itself from host {beat.host} (got {request.worker}); drain it, and start its "
                 "command `rolloutmq worker --connect` there again",
             )
-        if is_of_other_host(request.worker):
+        if request.worker.startswith(_JOINED_ENGINE):
             return refuse(
                 ErrorCode.INVALID,
                 f"worker: is an engine of another host (got {request.worker}); end its command "
