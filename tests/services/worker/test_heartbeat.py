@@ -107,7 +107,7 @@ async def test_a_drain_of_an_earlier_process_of_the_name_is_not_its_own(tmp_path
         heartbeat = Heartbeat(layout, "e-0", lambda: STATE, on_drain)
         running = asyncio.create_task(heartbeat.run())
         try:
-            assert await asyncio.to_thread(events.poll, LIMIT_S * 1000)
+            assert await asyncio.to_thread(events.poll, int(LIMIT_S * 1000))
             events.recv()
             for pid, reason in ((theirs, "earlier"), (ours, "own")):
                 drain = Drain(worker="e-0", reason=reason, pid=pid)
