@@ -46,15 +46,47 @@ async def resend_spools(
     acked: dict[str, int] = {}
     unread: list[RecordVersionError] = []
     for path, about in list(_left_in(directory, living, unread)):
-        log = ack_logs and ack_logs / f"{about.producer}.jsonl"
-        options = {name: getattr(about, name) for name in _DESCRIBED}
-        async with Producer.open(where, save_to=path, ack_log=log, **options) as producer:
-            producer.start_draining()
-        acked[about.producer] = acked.get(about.producer, 0) + producer.accepted
-        logger.info("resent producer=%s groups=%d file=%s", about.producer, producer.accepted, path)
+        groups = await _resend(where, path, about, ack_logs)
+        acked[about.producer] = acked.get(about.producer, 0) + groups
     if unread:
         raise unread[0]
     return acked
+
+
+async def resend_set_aside(
+    where: Where, save_to: Path, producer: str, *, ack_logs: Path | None = None
+) -> int:
+    """Send the groups that fenced processes of a producer set aside beside `save_to`; return how many were acked.
+
+    Call it before the producer opens: it fences the session in use, as opening does. Waits for the broker and credit
+    without a limit. Cancelled: unacked groups are still in their files.
+
+    Raises:
+        RefusedError: The broker does not accept the producer.
+        RecordVersionError: Another version wrote one of the files; all others were sent.
+    """
+    unread: list[RecordVersionError] = []
+    aside = [
+        (path, about)
+        for path, about in _left_in(save_to.parent, (), unread)
+        if about.producer == producer and path.name.startswith(f"{save_to.name}{spool_file.SET_ASIDE}")
+    ]
+    acked = 0
+    for path, about in aside:
+        acked += await _resend(where, path, about, ack_logs)
+    if unread:
+        raise unread[0]
+    return acked
+
+
+async def _resend(where: Where, path: Path, about: RegisterProducer, ack_logs: Path | None) -> int:
+    """Send the groups of one file in their session; return how many were acked."""
+    log = ack_logs and ack_logs / f"{about.producer}.jsonl"
+    options = {name: getattr(about, name) for name in _DESCRIBED}
+    async with Producer.open(where, save_to=path, ack_log=log, **options) as producer:
+        producer.start_draining()
+    logger.info("resent producer=%s groups=%d file=%s", about.producer, producer.accepted, path)
+    return producer.accepted
 
 
 def _left_in(

@@ -42,6 +42,8 @@ MAGIC: Final = b"RMQSAVED"
 VERSION: Final = 3
 DAMAGED: Final = ".damaged-"
 """Part of the name of a damaged file."""
+SET_ASIDE: Final = ".session-"
+"""Part of the name of a file of a fenced session, before its number."""
 CLOSED: Final = "the producer closed"
 """Default reason for which groups are not acked."""
 TEMPORARY: Final = ".tmp"
@@ -151,7 +153,7 @@ class SpoolFile:
         """
         if len(self._session.spool) and not self.is_live:
             path = self._path
-            self._save(path and path.with_name(f"{path.name}.session-{self._session.number}"), why)
+            self._save(path and path.with_name(f"{path.name}{SET_ASIDE}{self._session.number}"), why)
 
     def _save(self, path: Path | None, why: str) -> None:
         if path is None:

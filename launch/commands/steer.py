@@ -263,9 +263,15 @@ def restart(run_dir: Path, worker: str, *, at_once: bool = False) -> int:
         run_dir: Of a live run.
         worker: Worker in any state, or an engine beyond the first.
         at_once: Kill it, instead of draining it: its unfinished rollouts are lost.
+
+    Raises:
+        UsageError: Nobody knows it.
+        RefusedError: It joined from another host, where its command restarts it.
     """
     layout, order = RunLayout(run_dir), uuid4().hex
     known = supervision_of(layout)
+    if layout.connection.exists():
+        _require_heard(layout, worker)
     pids = {one.name: one.pid for one in engines_of(layout)}
     pids |= {one.worker: one.pid for one in known.workers} if known is not None else {}
     _ask(run_dir, RestartWorker(worker=worker, order=order, pid=pids.get(worker, 0), at_once=at_once))
@@ -276,6 +282,18 @@ def restart(run_dir: Path, worker: str, *, at_once: bool = False) -> int:
         return complain(f"{worker}: {outcome.text}", FAILED)
     _say(f"{worker}: {outcome.text}")
     return 0
+
+
+def _require_heard(layout: RunLayout, worker: str) -> None:
+    """Raise UsageError if a run of another host has no such worker or engine: nobody there would answer the order."""
+    status = _ask(layout.root, GetStatus())
+    assert isinstance(status, StatusReply)
+    names = {one.worker for one in status.pressure.workers} | {one.name for one in engines_of(layout)}
+    if worker not in names:
+        raise UsageError(
+            f"{worker}: no such worker or engine is heard; `rolloutmq workers` lists the workers. One that was given "
+            "up long ago is restarted on the run's host"
+        )
 
 
 def scale(run_dir: Path, env: str, count: int | None) -> int:

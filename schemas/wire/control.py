@@ -49,8 +49,8 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         completions: Completions that its rollouts got from the policy so far, those of rollouts in progress included;
             not those of an evaluation beside the training. 0 if it samples in another way.
         completion_tokens: Their sampled tokens.
-        waits_for: Service other than the broker for which finished rollouts wait, their number and the reason; empty
-            if there is none.
+        waits_for: Service other than the broker for which finished rollouts wait, their number and the reason; of a
+            starting worker, the engines that it cannot reach. Empty if there is none.
         clock_offset_s: Seconds that the broker's wall clock is ahead of the worker's, by the round trips of earlier
             heartbeats.
         clock_error_s: Bound of the error of `clock_offset_s`, half the shortest round trip; 0 before the first one.
@@ -86,10 +86,17 @@ class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=Tru
 
 
 class Drain(Message, tag="drain", frozen=True, kw_only=True):
-    """Order a worker to drain. The broker repeats it on `control.<worker>/` until the worker reports `draining`."""
+    """Order a worker to drain. The broker repeats it on `control.<worker>/` until the worker reports `draining`.
+
+    Attributes:
+        worker: Name of the worker.
+        reason: Why, for the log of the worker.
+        pid: Process that the order is for, set by the broker; a later one of the same name ignores it. 0 if unknown.
+    """
 
     worker: Name
     reason: Annotated[str, Meta(max_length=200)] = "asked"
+    pid: Count = 0
 
 
 class RestartWorker(Message, tag="restart_worker", frozen=True, kw_only=True):

@@ -145,7 +145,7 @@ class BrokerCore:
             WorkerBeat: admin.beat,
             Drain: lambda r, *_: admin.drain(r),
             SetWorkers: lambda r, *_: admin.set_workers(r),
-            RestartWorker: lambda r, now, _: self._state.restart_orders.take(r, now),
+            RestartWorker: lambda r, now, _: admin.restart(r, now),
             CordonGpu: lambda r, _, wall: admin.order_gpu(r, wall),
             UncordonGpu: lambda r, _, wall: admin.order_gpu(r, wall),
             SetValues: admin.set_values,

@@ -2,13 +2,15 @@
 
 The worker sends its state once a second and at each change. The reply carries the drain flag; the topic
 `control.<worker>/` carries it too, with less delay. Both are repeated state, so a lost message loses nothing. While the
-broker is away the worker waits, and it reads the broker's address again because a restart may change it.
+broker is away the worker waits. It reads the broker's address and its own key again: a restart may change the one, and
+a person replaces the other after a revocation.
 
 The round trips tell the offset of the broker's clock, which the next heartbeat reports for the latencies between hosts.
 """
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from typing import Final
@@ -17,7 +19,7 @@ from msgspec.structs import replace
 
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.rundir import read_json, wait_json
-from rolloutmq.bus.transport.keys.bundle import keys_of
+from rolloutmq.bus.transport.keys.bundle import CurveKeys, keys_of
 from rolloutmq.bus.transport.pubsub import Subscriber
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.errors import RolloutMQError, WireError
@@ -60,14 +62,15 @@ class Heartbeat:
         """Send heartbeats and listen for orders until cancelled."""
         while True:
             endpoints = await wait_json(self._layout.endpoints, Endpoints)
-            topic, keys = topics.control(self._worker), keys_of(endpoints)
+            keys = await _readable_keys(endpoints)
+            topic = topics.control(self._worker)
             async with (
                 BrokerClient(endpoints.serve, keys=keys) as client,
                 Subscriber(endpoints.events, [topic], keys=keys) as subscriber,
                 asyncio.TaskGroup() as tasks,
             ):
                 listener = tasks.create_task(self._listen(subscriber), name=f"{self._worker} control")
-                await self._beat_until_moved(client, endpoints)
+                await self._beat_until_changed(client, endpoints)
                 listener.cancel()
 
     async def last(self) -> None:
@@ -81,7 +84,8 @@ class Heartbeat:
             except RolloutMQError as error:
                 logger.info("final heartbeat unanswered error=%s", error)
 
-    async def _beat_until_moved(self, client: BrokerClient, endpoints: Endpoints) -> None:
+    async def _beat_until_changed(self, client: BrokerClient, endpoints: Endpoints) -> None:
+        """Send heartbeats until one is unanswered and the broker has moved, or the key was replaced."""
         while True:
             self._changed.clear()
             sent_at, begun = time.time(), time.monotonic()
@@ -89,7 +93,9 @@ class Heartbeat:
                 reply = await client.request(self._timed(), timeout_s=ANSWER_S)
             except RolloutMQError as error:
                 logger.warning("heartbeat unanswered error=%s", error)
-                if read_json(self._layout.endpoints, Endpoints) != endpoints:
+                if read_json(self._layout.endpoints, Endpoints) != endpoints or _has_other_keys(
+                    client, endpoints
+                ):
                     return
             else:
                 if isinstance(reply, WorkerBeatReply):
@@ -119,5 +125,23 @@ class Heartbeat:
             except WireError as error:
                 logger.warning("control message invalid error=%s", error)
                 continue
-            if drain.worker == self._worker:
+            if drain.worker == self._worker and drain.pid in {0, os.getpid()}:
                 self._on_drain(drain.reason)
+
+
+async def _readable_keys(endpoints: Endpoints) -> CurveKeys | None:
+    """Return the keys of the sockets; wait while their file cannot be read, as between the old file and the new one."""
+    while True:
+        try:
+            return keys_of(endpoints)
+        except RolloutMQError as error:
+            logger.warning("heartbeat waits for a key error=%s", error)
+        await asyncio.sleep(BEAT_S)
+
+
+def _has_other_keys(client: BrokerClient, endpoints: Endpoints) -> bool:
+    """Return whether the file of the key has another key than the sockets."""
+    try:
+        return keys_of(endpoints) != client.keys
+    except RolloutMQError:
+        return False  # the old sockets are as good as none until the file can be read

@@ -33,6 +33,7 @@ from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.bus.files import PRIVATE_DIRECTORY
 from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.producer.client import Producer
+from rolloutmq.bus.producer.resend import resend_set_aside
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
 from rolloutmq.bus.tasks.taker import TaskTaker
 from rolloutmq.schemas.config.environment import EnvironmentConfig
@@ -63,6 +64,8 @@ from rolloutmq.services.worker.user_code.process_exits import told_exits
 
 logger = logging.getLogger(__name__)
 
+WAIT_CHARS: Final = 1000
+"""Longest `waits_for` of a heartbeat."""
 PATIENCE: Final = 0.9
 """Fraction of `rollout_timeout_s` to wait for the policy, so that the rollout can report the reason."""
 DELIVERY_S: Final = 60.0
@@ -125,6 +128,8 @@ class Worker:
         self._answers: Rollouts | None = None
         """Those that answer the evaluation beside the training; no heartbeat tells of them."""
         self._teacher: TeacherClient | None = None
+        self._engine_wait = ""
+        """Why no engine can be asked while the worker starts; it has no session before, and so holds no permit."""
         self._tracer: RolloutTracer | None = None
         self._files = UserFiles.of(self.config.base_dir, [self.section])
         self._failures = RateLimitedLog(TRACEBACK_EVERY_S)
@@ -165,9 +170,14 @@ class Worker:
             untaught=rollouts.untaught if rollouts else 0,
             completions=self._counting.completions if self._counting else 0,
             completion_tokens=self._counting.tokens if self._counting else 0,
-            waits_for=self._teacher.wait(time.monotonic()) if self._teacher else "",
+            waits_for=self._waits_for(),
             joined=self._joined,
         )
+
+    def _waits_for(self) -> str:
+        if self._teacher is not None:
+            return self._teacher.wait(time.monotonic())
+        return self._engine_wait if self.state is WorkerState.STARTING else ""
 
     async def run(self, stop: Stop) -> None:
         """Run until drained or stopped.
@@ -313,6 +323,7 @@ class Worker:
             return []
         name, asked = answering_producer(self.name), self.config.evaluation
         opening = self._producer_of(name, Split.EVAL, max(1, asked.samples), asked.concurrency)
+        await self._send_set_aside(name)
         producer = self._evaluating = await stack.enter_async_context(opening)
         self._answers = Rollouts(
             name,
@@ -337,6 +348,7 @@ class Worker:
         log = WaitLog()
         # Another process writes the file: there is no event to wait for.
         while not self._addresses():
+            self._engine_wait = self._out_of_reach()[:WAIT_CHARS]
             if log.is_due("no engine", now := time.monotonic()):
                 logger.warning(
                     "waiting for an inference server waited_s=%.0f: %s", log.waited_s(now), self._no_engine()
@@ -372,16 +384,26 @@ class Worker:
         return [one for one in engines_of(self.layout) if is_reachable(one)]
 
     def _no_engine(self) -> str:
+        return self._out_of_reach() or f"{self.layout.engine(FIRST)} does not exist"
+
+    def _out_of_reach(self) -> str:
+        """Name the engines that this host cannot ask; empty if the run has none at all."""
         apart = ", ".join(f"{one.name} ({one.url})" for one in engines_of(self.layout))
-        if apart:
-            return f"only its own host reaches {apart}; set `inference.host`, or start an engine on this host"
-        return f"{self.layout.engine(FIRST)} does not exist"
+        if not apart:
+            return ""
+        return f"only its own host reaches {apart}; set `inference.host`, or start an engine on this host"
 
     async def _opened(self, stack: AsyncExitStack) -> Producer:
         section = self.section
         split = Split.TRAIN if section.split == "train" else Split.EVAL
+        await self._send_set_aside(self.name)
         opening = self._producer_of(self.name, split, section.group_size, section.concurrency)
         return await stack.enter_async_context(opening)
+
+    async def _send_set_aside(self, name: str) -> None:
+        """Send what fenced processes of this name left here, before the name has a session of its own."""
+        acks = self.layout.acks
+        await resend_set_aside(self.layout.root, self.layout.spools / name, name, ack_logs=acks)
 
     def _producer_of(
         self, name: str, split: Split, group_size: int, slots: int

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from rolloutmq.bus.producer.resend import resend_spools
+from rolloutmq.bus.producer.spool_file import SET_ASIDE
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.transport.keys.bundle import OWN_KEY
 from rolloutmq.bus.transport.mirror.mirror import Mirror
@@ -269,7 +270,11 @@ class Crew:
         return [self._layout.log(name) for name, _, _ in self._joining.programs]
 
     async def _bring_home(self) -> None:
-        """Send the groups that ended workers of these names have left."""
+        """Send the groups that ended workers of these names have left, except those that a fenced one set aside.
+
+        Another host has the name of a fenced worker, and to send its groups would fence that host's worker. The next
+        worker of the name on this host sends them as it starts.
+        """
         told = ""
         while True:
             await asyncio.sleep(RESEND_S)
@@ -308,7 +313,9 @@ class _Others:
         self._living = living
 
     def __contains__(self, producer: object) -> bool:
-        is_mine = isinstance(producer, str) and producer.startswith(f"{self._name}.")
+        is_mine = (
+            isinstance(producer, str) and producer.startswith(f"{self._name}.") and SET_ASIDE not in producer
+        )
         return not is_mine or any(
             producer == one or str(producer).startswith(f"{one}.") for one in self._living
         )

@@ -46,7 +46,8 @@ class Relays:
         if known is not None and key and known.key not in {"", key}:
             return refuse(
                 ErrorCode.FORBIDDEN,
-                f"name: belongs to another key (got {beat.name} with key {key}); use another name",
+                f"name: belongs to another key (got {beat.name} with key {key}); wait {GONE_S:.0f} seconds if "
+                "this key replaces that one, else use another name",
             )
         if beat.ends:
             self._known.pop(beat.name, None)

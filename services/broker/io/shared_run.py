@@ -281,7 +281,8 @@ class SharedRun:
         if sender and self._owners.get(engine.name, sender) != sender:
             return refuse(
                 ErrorCode.FORBIDDEN,
-                f"name: belongs to another key (got {engine.name} with key {sender}); use another name",
+                f"name: belongs to another key (got {engine.name} with key {sender}); wait {GONE_S:.0f} "
+                "seconds if this key replaces that one, else use another name",
             )
         if (gone := other_run(self.name, self._run_id, engine.run_id)) is not None:
             return gone

@@ -1,7 +1,7 @@
 """Requests of workers, the orchestrator and operators: heartbeats, drains, live settings, reset."""
 
 import math
-from typing import Any
+from typing import Any, Final
 
 from rolloutmq.bus.encoding.codec import encode
 from rolloutmq.schemas.network.address import port_of
@@ -11,6 +11,7 @@ from rolloutmq.schemas.wire.control import (
     LatestExample,
     LatestExampleReply,
     Reset,
+    RestartWorker,
     SetValues,
     SetWorkers,
     ValueRefused,
@@ -38,6 +39,9 @@ from rolloutmq.services.broker.requests.live_settings import LiveSettings
 from rolloutmq.services.broker.requests.producers import ProducerRequests
 from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT
 from rolloutmq.services.broker.state.groups import identity
+
+_JOINED_ENGINE: Final = "inference."
+"""Begin of the name of an engine of another host, which its own command holds."""
 
 
 class AdminRequests:
@@ -90,7 +94,7 @@ class AdminRequests:
         session = state.sessions.current(drain.worker)
         if session is None and state.workers.last(drain.worker) is None:
             return refuse(ErrorCode.UNKNOWN, f"worker {drain.worker} is not known")
-        if state.workers.order_drain(drain):
+        if state.workers.order_drain(drain, session.pid if session is not None else 0):
             state.events.add(Told(drain.worker, drain.reason, state.workers.pid(drain.worker)))
         if session is not None and session.alive:
             session.draining = True
@@ -98,6 +102,23 @@ class AdminRequests:
             state.permits.note(session.lane)
             state.permits_due = True
         return Ok()
+
+    def restart(self, request: RestartWorker, now: float) -> Ok | ErrorReply:
+        """Keep an order for the orchestrator, which does not own what has joined from another host."""
+        beat = self._state.workers.last(request.worker)
+        if beat is not None and beat.joined:
+            return refuse(
+                ErrorCode.INVALID,
+                f"worker: joined by itself from host {beat.host} (got {request.worker}); drain it, and start its "
+                "command `rolloutmq worker --connect` there again",
+            )
+        if request.worker.startswith(_JOINED_ENGINE):
+            return refuse(
+                ErrorCode.INVALID,
+                f"worker: is an engine of another host (got {request.worker}); end its command "
+                "`rolloutmq engine --connect` there, and start it again",
+            )
+        return self._state.restart_orders.take(request, now)
 
     def set_workers(self, request: SetWorkers) -> Ok | ErrorReply:
         """Keep the number of workers an operator asks for; the orchestrator reads it from `pressure`."""

@@ -1,12 +1,14 @@
 """Workers: their heartbeats, and the drains ordered for them.
 
-A drain is state: it is repeated on `control.<worker>/` until the worker confirms it, and it ends with its process.
+A drain is state: it is repeated on `control.<worker>/` until the worker confirms it. It is for one process and ends
+with it. A later process of the name may subscribe before the broker hears of it, so the order names its process.
 """
 
 from collections import Counter, defaultdict
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.schemas.config.base import PROCESSES_LIMIT
 from rolloutmq.schemas.wire.control import Drain, WorkerBeat, WorkerState, WorkerStatus
@@ -27,10 +29,13 @@ _CONFIRMED: Final = frozenset({WorkerState.DRAINING, WorkerState.GONE, WorkerSta
 
 class _DrainOrder(msgspec.Struct):
     drain: Drain
-    pid: int = 0
-    """Process of the drain; 0 for the next one that sends a heartbeat."""
+    """The order; its process is 0 for the next one that sends a heartbeat."""
     confirmed: bool = False
     due: float = 0.0
+
+    @property
+    def pid(self) -> int:
+        return self.drain.pid
 
 
 class Workers:
@@ -57,8 +62,8 @@ class Workers:
         if order is not None and (other or order.pid not in {0, beat.pid}):
             del self._drains[beat.worker]
             order = None
-        if order is not None:
-            order.pid = order.pid or beat.pid
+        if order is not None and not order.pid:
+            order.drain = replace(order.drain, pid=beat.pid)
         so_far = before[0].late_members if before is not None and not other else 0
         counted = beat.env in self.late_members or len(self.late_members) < WORKERS_LIMIT
         if beat.late_members > so_far and counted:
@@ -91,12 +96,18 @@ class Workers:
         return known[0] if known else None
 
     def order_drain(self, drain: Drain, pid: int = 0) -> bool:
-        """Order a worker to drain; False if it was ordered before."""
+        """Order a worker to drain; False if it was ordered before.
+
+        Args:
+            drain: The order.
+            pid: Process of the worker, for one that has sent no heartbeat; 0 if it is unknown.
+        """
         if drain.worker in self._drains:
             return False
         beat = self.last(drain.worker)
         pid = beat.pid if beat is not None else pid
-        self._drains[drain.worker] = _DrainOrder(drain, pid, beat is not None and beat.state in _CONFIRMED)
+        confirmed = beat is not None and beat.state in _CONFIRMED
+        self._drains[drain.worker] = _DrainOrder(replace(drain, pid=pid), confirmed)
         return True
 
     def pid(self, worker: str) -> int:

@@ -76,7 +76,8 @@ def _outside(pressure: Pressure) -> str:
     if not waiting:
         return ""
     first, others = waiting[0], len(waiting) - 1
-    text = f"{TEACHER_AWAY}, worker {first.worker}: {printable(first.waits_for)}"
+    reason = ENGINE_AWAY if first.state is WorkerState.STARTING else TEACHER_AWAY
+    text = f"{reason}, worker {first.worker}: {printable(first.waits_for)}"
     return f"{text}; {others} other worker{'s wait' if others > 1 else ' waits'} too" if others else text
 
 
@@ -264,6 +265,8 @@ def _bytes(pressure: Pressure) -> str:
 
 _READY: Final = WorkerState.READY
 
+ENGINE_AWAY: Final = "engine_away"
+"""A worker starts no rollout, and holds no permit: no engine is within its reach."""
 TEACHER_AWAY: Final = "teacher_away"
 """Finished rollouts wait for the teacher's log-probabilities."""
 

@@ -8,7 +8,7 @@ import pytest
 from tests.bus.producer.test_spool_file import as_version
 
 from rolloutmq.bus.producer.client import Producer
-from rolloutmq.bus.producer.resend import resend_spools
+from rolloutmq.bus.producer.resend import resend_set_aside, resend_spools
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.requests import RegisterProducer
@@ -67,3 +67,18 @@ async def test_a_spool_of_another_version_stays_and_the_others_are_sent(
     assert fake.taken == {"b-0": 1}
     assert [path.name for path in spools.iterdir()] == ["one"]
     assert (spools / "one").read_bytes() == before
+
+
+async def test_a_producer_sends_what_its_fenced_processes_set_aside_and_nothing_else(
+    fake: "FakeBroker", group: MakeGroup, tmp_path: Path
+) -> None:
+    spools = tmp_path / "spools"
+    async with fake.running():
+        await leave(fake, group, spools / "p.session-7", "a", 2)
+        await leave(fake, group, spools / "other", "b", 1)
+        await leave(fake, group, spools / "q.session-8", "c", 1)
+        assert await resend_set_aside(fake.layout.root, spools / "p", "p") == 2
+        assert await resend_set_aside(fake.layout.root, spools / "p", "p") == 0
+        assert await resend_set_aside(fake.layout.root, spools / "q", "q") == 0, "it is of producer p"
+    assert fake.taken == {"a-0": 1, "a-1": 1}
+    assert sorted(path.name for path in spools.iterdir()) == ["other", "q.session-8"]

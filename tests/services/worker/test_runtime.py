@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
+from rolloutmq.bus.encoding.codec import encode_group
 from rolloutmq.bus.evaluation.client import evaluate_async
+from rolloutmq.bus.producer.session import SessionState
+from rolloutmq.bus.producer.spool import Spool
+from rolloutmq.bus.producer.spool_file import SpoolFile
 from rolloutmq.bus.rundir import read_json, write_json
 from rolloutmq.bus.tasks.client import Task, TaskClient
 from rolloutmq.bus.transport.request_client import BrokerClient
@@ -24,10 +28,12 @@ from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, MissingError
 from rolloutmq.schemas.files import AckedGroup, InferenceAddress, RunLayout
+from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import Drain, GetStatus, Pressure, StatusReply, WorkerState, WorkerStatus
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.schemas.wire.replies import Ack, Wait
+from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.process.runner import Stop
@@ -292,17 +298,16 @@ async def test_the_policy_is_waited_for(staged: Staged, server: "FakeServer") ->
             stage.stop.request("SIGTERM")
 
 
-async def test_an_engine_on_the_loopback_of_another_host_is_not_asked(
-    staged: Staged, server: "FakeServer", caplog: pytest.LogCaptureFixture
+async def test_a_worker_that_reaches_no_engine_says_so_and_holds_no_permit(
+    staged: Staged, server: "FakeServer"
 ) -> None:
     """Whatever listens there on this host's own loopback is another program."""
     async with staged(policy=False) as stage:
         far = InferenceAddress(url=server.url, pid=1, name="inference.far", network="of another host")
         write_json(stage.layout.engine(far.name), far)
-        async with living(stage.worker(), stage.stop), asyncio.timeout(30):
-            while "only its own host reaches inference.far" not in caplog.text:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-            assert not server.models_asked
+        async with living(stage.worker(), stage.stop):
+            await stage.heard(lambda it: "only its own host reaches inference.far" in it.waits_for)
+            assert (server.models_asked, (await stage.pressure()).lanes) == (0, ())
             write_json(stage.layout.inference, InferenceAddress(url=server.url, pid=1))
             await stage.heard(lambda status: status.produced > 0)
             stage.stop.request("SIGTERM")
@@ -419,6 +424,20 @@ async def test_the_newer_of_two_with_one_name_stays(staged: Staged) -> None:
                 await until(lambda: new.beat().produced > 0)
                 stop.request("SIGTERM")
         assert (await stage.heard(lambda status: status.state is WorkerState.GONE)).state is WorkerState.GONE
+
+
+async def test_a_worker_sends_what_a_fenced_one_of_its_name_set_aside(staged: Staged) -> None:
+    async with staged() as stage:
+        session = SessionState(RegisterProducer(producer="echo-0", env="echo", group_size=4), Spool(1 << 20))
+        session.registered(Ack(epoch=1, session=1, cumulative=0, byte_limit=0, start_limit=0), 0.0)
+        left = Group.build("left", tokens=[[1]] * 4, mask=[[1]] * 4, scores=[0.0] * 4)
+        session.spool.add(left, encode_group(left, 1 << 20))
+        SpoolFile(stage.layout.spools / "echo-0", session).set_aside()
+        async with living(stage.worker(), stage.stop):
+            await stage.heard(lambda status: status.produced > 0)
+            stage.stop.request("SIGTERM")
+        assert stage.acked()[0].group_id == "left"
+        assert not list(stage.layout.spools.iterdir())
 
 
 async def test_an_external_server_needs_no_file(staged: Staged, server: "FakeServer") -> None:

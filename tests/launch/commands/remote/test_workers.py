@@ -58,6 +58,13 @@ def test_a_worker_with_an_address_a_key_and_its_code_rolls_out_and_is_drained_by
     assert re.search(rf"own-far\.0 +ready +{re.escape(os.uname().nodename[:24])} ", shown.stdout), (
         shown.stdout
     )
+    for name, why in (
+        ("own-far.0", "joined by itself from host"),
+        ("nosuch", "no such worker or engine is heard"),
+    ):
+        refused = hosts.run("restart", name, "--connect", hosts.address, "--key", str(admin))
+        assert refused.returncode != 0, refused.stdout
+        assert why in " ".join(refused.stderr.split())
     for name in ("own-far.0", "own-far.1"):
         drained = hosts.run("drain", name, "--connect", hosts.address, "--key", str(admin))
         assert (drained.returncode, drained.stdout) == (0, f"draining {name}\n"), drained.stderr

@@ -1,8 +1,9 @@
 """Orders to restart workers are published for a minute, each once."""
 
+import pytest
 from tests.services.broker.bench import Bench
 
-from rolloutmq.schemas.wire.control import RestartWorker
+from rolloutmq.schemas.wire.control import RestartWorker, WorkerBeat, WorkerBeatReply, WorkerState
 from rolloutmq.schemas.wire.envelope import ErrorCode
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.state.restart_orders import KEPT_S, RESTARTS_LIMIT, RestartOrders
@@ -33,3 +34,12 @@ def test_orders_are_bounded() -> None:
     assert isinstance(refused, ErrorReply)
     assert refused.code is ErrorCode.LIMIT
     assert orders.take(RestartWorker(worker="e-0", order="more"), KEPT_S) == Ok()
+
+
+@pytest.mark.parametrize("worker", ["e-far.0", "inference.far"])
+def test_what_joined_from_another_host_is_restarted_there(worker: str) -> None:
+    bench = Bench()
+    beat = WorkerBeat(worker="e-far.0", env="e", state=WorkerState.READY, pid=1, host="far", joined=True)
+    bench.ask(beat, WorkerBeatReply)
+    assert bench.refused(RestartWorker(worker=worker, order="o1")) is ErrorCode.INVALID
+    assert bench.pressure().restarts == ()

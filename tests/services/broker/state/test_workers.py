@@ -1,3 +1,4 @@
+import pytest
 from tests.services.broker.bench import Bench
 
 from rolloutmq.schemas.wire.control import Drain, WorkerBeat, WorkerBeatReply, WorkerState
@@ -78,3 +79,19 @@ def test_blocked_seconds_that_are_no_number_are_refused() -> None:
     bench = Bench()
     message = WorkerBeat(worker="p", env="e", state=WorkerState.READY, blocked_s=float("nan"))
     assert bench.refused(message) is ErrorCode.INVALID
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_drain_names_its_process_also_to_the_next_life_of_the_broker(heard: bool) -> None:
+    """A later process of the name subscribes before the broker hears of it, and gets the order of the earlier one."""
+    bench = Bench()
+    bench.producer(pid=1)
+    if heard:
+        beat(bench)
+    bench.ask(Drain(worker="p"), Ok)
+    for _ in range(2):
+        kept = [a.message for a in bench.core.subscribed(b"control.p/") if isinstance(a, Publish)]
+        assert kept == [Drain(worker="p", pid=1)]
+        bench.restart()
+    assert not beat(bench, WorkerState.STARTING, pid=2)
+    assert bench.core.subscribed(b"control.p/") == []

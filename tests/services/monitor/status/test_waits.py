@@ -98,6 +98,14 @@ def test_whoever_waits_for_a_teacher_comes_first(
     assert waits.workers(make_pressure(workers=more[:2])).endswith("; 1 other worker waits too")
 
 
+def test_a_worker_without_an_engine_in_reach_waits_for_no_teacher(
+    make_pressure: MakePressure, make_worker: MakeWorker
+) -> None:
+    worker = make_worker("w-0", state=WorkerState.STARTING, waits_for="only its own host reaches inference")
+    told = waits.workers(make_pressure(workers=(worker,)))
+    assert told == "engine_away, worker w-0: only its own host reaches inference"
+
+
 def test_no_batch_tells_what_is_missing_and_who_works(
     make_pressure: MakePressure, make_worker: MakeWorker
 ) -> None:
