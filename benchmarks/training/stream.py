@@ -38,6 +38,8 @@ from rolloutmq.trainer.weights.stream.segment import WeightSegment
 LAYERS: Final = 64
 WIDTH: Final = 1024
 GOAL: Final = 1.3
+ROUNDS: Final = 15
+ROUNDS_OF_MANY: Final = 5
 DEADLINE_S: Final = 120.0
 LOOK_S: Final = 0.0005
 BLOCK: Final = 1 << 20
@@ -62,6 +64,7 @@ def rows() -> Iterator[Row]:
                 plain.seconds_for_a_gb,
                 f"plain TCP copy to {maps}",
                 GOAL,
+                rounds=ROUNDS if relays == 1 else ROUNDS_OF_MANY,
             )
         gc.collect()
         segment_file.sweep(kind="stage")

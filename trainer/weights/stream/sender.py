@@ -13,6 +13,7 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +24,7 @@ import msgspec
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.schemas.errors import AddressInUseError, RolloutMQError, WeightsNotSentError
-from rolloutmq.trainer.weights.stream.channel import Channel, Loaded
+from rolloutmq.trainer.weights.stream.channel import LOADED, Channel, Loaded
 from rolloutmq.trainer.weights.stream.chunks import Digests, unknown
 from rolloutmq.trainer.weights.stream.chunks import decoded as decoded_table
 from rolloutmq.trainer.weights.stream.messages import (
@@ -235,15 +236,15 @@ class Transfers:
     def _send_chunks(self, snapshot: Snapshot, take: Take) -> int:
         """Send the chunks that the receiver does not have; return their number.
 
-        Another thread makes the digest of the next chunk and its cipher while this one waits for the network.
+        Another thread makes digests and ciphers of the next chunks while this one waits for the network.
         """
         theirs = decoded_table(take.digests, len(snapshot))
         chunks = self._loaded(snapshot, unknown(len(snapshot)) if theirs is None else theirs)
         sent = 0
         with ThreadPoolExecutor(1, "weights-loader") as loader:
-            ahead = loader.submit(next, chunks, None)
-            while (loaded := ahead.result()) is not None:
-                ahead = loader.submit(next, chunks, None)
+            ahead = deque(loader.submit(next, chunks, None) for _ in range(LOADED))
+            while (loaded := ahead.popleft().result()) is not None:
+                ahead.append(loader.submit(next, chunks, None))
                 self._channel.unload(loaded)
                 sent += 1
         return sent
