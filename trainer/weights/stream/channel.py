@@ -46,7 +46,7 @@ FRAME_S: Final = 30.0
 """Longest time of one frame: a chunk at 35 kB/s."""
 
 LOADED: Final = 1
-"""Frames that may be loaded while one is sent; with four, transfers took half as long again on two busy cores."""
+"""Frames that may be loaded while one is sent; with four, transfers took longer on two busy cores."""
 
 
 class Frame(NamedTuple):
