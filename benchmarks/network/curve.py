@@ -4,14 +4,19 @@ All processes are on this host and speak over loopback, so ciphers, not cards, a
 between two CURVE sockets in the fastest mode of `broker.proxy`, with as many I/O threads as the broker's listener has:
 one. It moves the wire bytes of our groups, made beforehand, and stores, checks and acks nothing.
 
-    python -m benchmarks.network.curve ROLE DIRECTORY SHAPE MODE ...    one process of a round of the relay
+A second relay shows what remains for any broker in Python whose consumer asks for batches: it is a loop that receives
+and sends frames, and its consumer asks for the next batch once it has one, as a trainer does. The groups of a batch are
+one message, so nothing of it is used before all is decrypted.
+
+    python -m benchmarks.network.curve ROLE DIRECTORY SHAPE MODE KIND ...    one process of a round of the relay
 """
 
 import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -34,6 +39,9 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.keys import Role
 
 LASTS_S: Final = 3.0
+LOOK_EACH: Final = 4
+"""Pulls between two looks at the clock."""
+BATCHES_AHEAD: Final = 4
 SMALL: Final = Shape.of_bytes(16_000)
 MIDDLE: Final = Shape.of_bytes(134_000)
 GOAL: Final = 0.9
@@ -49,6 +57,14 @@ def rows() -> Iterator[Row]:
             partial(relay_rate, shape),
             "a bare CURVE relay, which decrypts and encrypts",
             goal,
+        )
+        yield compare(
+            "groups/s end to end by keyed TCP, memory",
+            str(shape),
+            partial(rate, shape, "keys"),
+            partial(relay_rate, shape, kind="batches"),
+            "a bare CURVE relay in Python, which is asked for batches",
+            None,
         )
         yield compare(
             "groups/s end to end by keyed TCP, memory",
@@ -81,6 +97,9 @@ def rate(shape: Shape, door: Literal["keys", "insecure"], lasts_s: float = LASTS
             return throughput.between(clients.root, shape, clock)
 
 
+Kind = Literal["stream", "batches"]
+
+
 class Keys(msgspec.Struct, frozen=True):
     """Keys and ports of a relay, in a file that its clients wait for."""
 
@@ -89,11 +108,10 @@ class Keys(msgspec.Struct, frozen=True):
     outward: str
 
 
-def relay_rate(shape: Shape, mode: Mode | None = None, lasts_s: float = LASTS_S) -> float:
-    """Run one round of the relay, by default in its fastest mode, and return groups a second."""
-    mode = mode or fastest(shape)
+def relay_rate(shape: Shape, lasts_s: float = LASTS_S, *, kind: Kind = "stream") -> float:
+    """Run one round of a relay and return groups a second: of a stream of groups, or of batches on request."""
     with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory:
-        words = (directory, shape.word, mode.word)
+        words = (directory, shape.word, fastest(shape).word, kind)
         roles = [(f"producer-{number}", *words) for number in range(proxy.PRODUCERS)]
         with stage.player("network.curve", "relay", *words) as relay:
             relay.wait_ready()
@@ -128,9 +146,12 @@ def _lock(socket: "zmq.Socket[bytes]", server: str, secret: str) -> None:
     socket.curve_publickey, socket.curve_secretkey = public.encode(), own.encode()
 
 
-def _relay(directory: Path, mode: Mode) -> None:
+def _relay(directory: Path, shape: Shape, mode: Mode, kind: Kind) -> None:
     public, secret = key_pair()
-    with _socket(zmq.PULL, mode, secret=secret) as inward, inward.context.socket(zmq.PUSH) as outward:
+    with (
+        _socket(zmq.PULL, mode, secret=secret) as inward,
+        inward.context.socket(zmq.PUSH if kind == "stream" else zmq.ROUTER) as outward,
+    ):
         outward.linger = 0
         outward.set_hwm(mode.mark)
         _lock(outward, "", secret)
@@ -138,7 +159,30 @@ def _relay(directory: Path, mode: Mode) -> None:
         at = [f"tcp://127.0.0.1:{port}" for port in ports]
         write_json(directory / "relay.json", Keys(public, *at))
         stage.ready()
-        zmq.proxy(inward, outward)
+        if kind == "stream":
+            zmq.proxy(inward, outward)
+        else:
+            _hand_out(inward, outward, throughput.batch_groups(shape))
+
+
+def _hand_out(inward: "zmq.Socket[bytes]", outward: "zmq.Socket[bytes]", groups: int) -> None:
+    """Answer each request with so many groups; a few batches wait in memory."""
+    waiting: deque[zmq.Frame] = deque()
+    asked: deque[bytes] = deque()
+    most = BATCHES_AHEAD * groups
+    poller = zmq.Poller()
+    poller.register(outward, zmq.POLLIN)
+    while True:
+        poller.register(inward, zmq.POLLIN if len(waiting) < most else 0)
+        readable = dict(poller.poll())
+        if outward in readable:
+            asked.append(outward.recv_multipart()[0])
+        if inward in readable:
+            with contextlib.suppress(zmq.Again):
+                while len(waiting) < most:
+                    waiting.append(inward.recv(zmq.NOBLOCK, copy=False))
+        if asked and len(waiting) >= groups:
+            outward.send_multipart([asked.popleft(), *[waiting.popleft() for _ in range(groups)]])
 
 
 def _producer(number: int, keys: Keys, shape: Shape, mode: Mode) -> None:
@@ -150,37 +194,47 @@ def _producer(number: int, keys: Keys, shape: Shape, mode: Mode) -> None:
             push.send_multipart([message], copy=mode.copy_out)
 
 
-def _consumer(keys: Keys, mode: Mode, lasts_s: float) -> None:
-    with _socket(zmq.PULL, mode, keys.public) as pull:
+def _consumer(keys: Keys, mode: Mode, kind: Kind, lasts_s: float) -> None:
+    with _socket(zmq.PULL if kind == "stream" else zmq.DEALER, mode, keys.public) as source:
         stage.ready()
-        pull.connect(keys.outward)
-        pull.recv(copy=mode.copy_in)
-        _pulled(pull, mode, lasts_s * proxy.WARM_UP_PART)
-        print(_pulled(pull, mode, lasts_s), flush=True)
+        source.connect(keys.outward)
+        pull: Callable[[], Sequence[object]] = partial(source.recv_multipart, 0, copy=mode.copy_in)
+        if kind == "batches":
+            source.send(b"")
+            pull = partial(_asked, source, copy=mode.copy_in)
+        pull()
+        _pulled(pull, lasts_s * proxy.WARM_UP_PART)
+        print(_pulled(pull, lasts_s), flush=True)
 
 
-def _pulled(pull: "zmq.Socket[bytes]", mode: Mode, lasts_s: float) -> float:
-    """Pull for this long, and return messages per second."""
+def _asked(dealer: "zmq.Socket[bytes]", *, copy: bool) -> Sequence[object]:
+    """Return a batch, and ask for the next one."""
+    groups: Sequence[object] = dealer.recv_multipart(0, copy=copy)
+    dealer.send(b"")
+    return groups
+
+
+def _pulled(pull: Callable[[], Sequence[object]], lasts_s: float) -> float:
+    """Pull for this long, and return groups per second."""
     count, started = 0, time.perf_counter()
     while (spent := time.perf_counter() - started) < lasts_s:
-        for _ in range(proxy.LOOK_EACH):
-            pull.recv(copy=mode.copy_in)
-        count += proxy.LOOK_EACH
+        for _ in range(LOOK_EACH):
+            count += len(pull())
     return count / spent
 
 
-def main(role: str, directory: str, shape: str, mode: str, *words: str) -> None:
-    """Run one process of a round of the relay."""
-    place, how = Path(directory), Mode.parse(mode)
+def main(role: str, directory: str, shape: str, mode: str, kind: Kind, *words: str) -> None:
+    """Run one process of a round of a relay."""
+    place, how, groups = Path(directory), Mode.parse(mode), Shape.parse(shape)
     if role == "relay":
-        _relay(place, how)
+        _relay(place, groups, how, kind)
         return
     keys = msgspec.json.decode((place / "relay.json").read_bytes(), type=Keys)
     if role == "consumer":
-        _consumer(keys, how, float(words[0]))
+        _consumer(keys, how, kind, float(words[0]))
     else:
-        _producer(int(role.removeprefix("producer-")), keys, Shape.parse(shape), how)
+        _producer(int(role.removeprefix("producer-")), keys, groups, how)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]

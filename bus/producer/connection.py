@@ -271,7 +271,7 @@ class ProducerConnection:
     async def _transmit(self, sockets: _Sockets) -> None:
         while True:
             self._work.clear()
-            entries = self._session.unsent()
+            entries = self._session.unsent(self.max_group_bytes)
             if not entries:
                 await self._work.wait()
             elif entries[0].header.table not in self._session.declared:
@@ -336,7 +336,7 @@ class ProducerConnection:
             return
         session = self._session
         for _ in range(BURST):
-            entries = session.unsent()
+            entries = session.unsent(self.max_group_bytes)
             if not entries:
                 return
             if entries[0].header.table not in session.declared or not self._send(self._sockets.push, entries):

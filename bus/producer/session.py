@@ -32,7 +32,7 @@ from rolloutmq.bus.shm.arena import Arena
 from rolloutmq.bus.shm.arena_allocator import ArenaBlock
 from rolloutmq.schemas.errors import LimitExceededError
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.wire.envelope import PROTOCOL_VERSION, Envelope, PolicyVersion
+from rolloutmq.schemas.wire.envelope import FRAMES_LIMIT, PROTOCOL_VERSION, Envelope, PolicyVersion
 from rolloutmq.schemas.wire.replies import Ack, Wait
 from rolloutmq.schemas.wire.requests import Goodbye, RegisterProducer, Sync
 
@@ -52,6 +52,8 @@ PACK_GROUPS: Final = 16
 """Most groups of one message; their headers fit into an envelope unless their names are very long."""
 PACK_BYTES: Final = 4 << 20
 """Most bytes of the groups of one message: the broker serves other producers between two messages."""
+PACK_FRAMES_BYTES: Final = 1 << 20
+"""The same for groups that follow as frames: the broker has none of them before it has all."""
 
 
 _HELD: Final = frozenset({Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW})
@@ -240,18 +242,28 @@ class SessionState:
             abandoned=self.credit.abandoned,
         )
 
-    def unsent(self) -> list[SpoolEntry]:
-        """Return the groups of the next message: several from the arena, or one otherwise; empty if none may be
-        sent."""
+    def unsent(self, limit_bytes: int) -> list[SpoolEntry]:
+        """Return the groups of the next message, all in the arena or all as frames; empty if none may be sent.
+
+        Args:
+            limit_bytes: Most bytes of a message's frames at the broker.
+        """
         found: list[SpoolEntry] = []
-        nbytes = 0
+        nbytes = frames = 0
         for entry in self.spool.unsent(self.credit.byte_limit):
-            alone = entry.slot is None or entry.header.table not in self.declared
+            as_frames = entry.slot is None
+            undeclared = entry.header.table not in self.declared
             nbytes += entry.header.nbytes
-            if found and (alone or nbytes > PACK_BYTES):
+            frames += len(entry.frames)
+            if found and (
+                undeclared
+                or as_frames != (found[0].slot is None)
+                or nbytes > (min(PACK_FRAMES_BYTES, limit_bytes) if as_frames else PACK_BYTES)
+                or (as_frames and frames >= FRAMES_LIMIT)
+            ):
                 break
             found.append(entry)
-            if alone or len(found) == PACK_GROUPS:
+            if undeclared or len(found) == PACK_GROUPS:
                 break
         return found
 
@@ -301,8 +313,9 @@ class SessionState:
                     raise
                 entries = entries[: len(entries) // 2]
             else:
-                first = entries[0]
-                return [envelope] if first.slot is not None else [envelope, *first.frames], entries
+                if entries[0].slot is not None:
+                    return [envelope], entries
+                return [envelope, *[frame for entry in entries for frame in entry.frames]], entries
 
     def _envelope(self, entries: list[SpoolEntry]) -> bytes:
         about = self.register

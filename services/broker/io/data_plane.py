@@ -391,7 +391,7 @@ class DataPlane:
                         continue
                     if socket is not self._sockets.ingest and not self._may_deliver(message, envelope):
                         continue
-                    messages -= len(envelope.offsets)
+                    messages -= len(envelope.groups) - 1
                     self._admission.put(envelope, message.frames)
                 for admitted, frames in self._admission.take():
                     self._perform(self.core.ingest(admitted, frames, time.monotonic(), time.time()))

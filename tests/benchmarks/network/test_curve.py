@@ -11,5 +11,6 @@ def test_groups_arrive_by_the_listener(door: str) -> None:
     assert curve.rate(SMALL, door, 0.2) > 0  # type: ignore[arg-type]
 
 
-def test_the_relay_moves_groups() -> None:
-    assert curve.relay_rate(SMALL, lasts_s=0.2) > 0
+@pytest.mark.parametrize("kind", ["stream", "batches"])
+def test_a_relay_moves_groups(kind: str) -> None:
+    assert curve.relay_rate(SMALL, 0.2, kind=kind) > 0  # type: ignore[arg-type]

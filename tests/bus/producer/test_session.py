@@ -10,6 +10,7 @@ from rolloutmq.bus.encoding.codec import encode_group
 from rolloutmq.bus.producer.session import (
     ALIVE_S,
     PACK_BYTES,
+    PACK_FRAMES_BYTES,
     PACK_GROUPS,
     PIPE_MAX_S,
     PIPE_S,
@@ -21,9 +22,12 @@ from rolloutmq.bus.producer.session import (
 from rolloutmq.bus.producer.spool import RESEND_MAX_S, RESEND_S, Spool, SpoolEntry
 from rolloutmq.bus.shm.arena import Arena, MappedArena
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.wire.envelope import Envelope, Split
+from rolloutmq.schemas.wire.envelope import FRAMES_LIMIT, Envelope, Split
 from rolloutmq.schemas.wire.replies import Ack, Wait
 from rolloutmq.schemas.wire.requests import RegisterProducer
+
+LIMIT = 1 << 26
+"""Most bytes of a message's frames at the broker."""
 
 
 def ack(session: int = 5, epoch: int = 1, cumulative: int = 0, **more: int | bytes | Wait) -> Ack:
@@ -46,7 +50,7 @@ def add(session: SessionState, name: str) -> None:
 
 def send(session: SessionState, now: float) -> list[int]:
     sent = []
-    while entries := session.unsent():
+    while entries := session.unsent(LIMIT):
         for entry in entries:
             session.spool.sent(entry, now)
             sent.append(entry.header.seq)
@@ -198,7 +202,7 @@ def test_a_group_needs_room_and_credit_unless_it_drains() -> None:
 
 def test_the_envelope_names_session_and_group() -> None:
     session = opened(1)
-    (entry,) = session.unsent()
+    (entry,) = session.unsent(LIMIT)
     (data, *frames), sent = session.message([entry])
     assert sent == [entry]
     assert frames == list(entry.frames)
@@ -243,7 +247,7 @@ def test_after_new_sockets_it_asks_and_sends_only_what_the_broker_lacks() -> Non
     send(session, 0.0)
     session.acked(ack(cumulative=1), 0.0)
     session.reconnected()
-    assert not session.unsent()
+    assert not session.unsent(LIMIT)
     assert session.spool.overdue(0.0)
     asked = session.ask(0.0)
     _, again = session.synced(ack(cumulative=2), asked, 0.0)
@@ -320,7 +324,7 @@ def with_arena(groups: int = 0, **options: int) -> SessionState:
 
 
 def message(session: SessionState) -> tuple[Envelope, list[Any], list[SpoolEntry]]:
-    (data, *frames), sent = session.message(session.unsent())
+    (data, *frames), sent = session.message(session.unsent(LIMIT))
     nbytes = sum(len(frame) for frame in frames)
     for entry in sent:
         session.spool.sent(entry, 0.0)
@@ -342,13 +346,62 @@ def test_groups_in_the_arena_leave_together_and_without_frames() -> None:
     assert [header.seq for header in message(session)[0].groups] == [PACK_GROUPS + 1]
 
 
-def test_a_message_has_few_bytes_and_groups_with_frames_go_alone() -> None:
+def test_a_message_has_few_bytes_and_its_groups_are_all_in_the_arena_or_all_frames() -> None:
     session = with_arena(3, values=PACK_BYTES // 24)
     assert [len(message(session)[2]) for _ in range(2)] == [2, 1]
     lay(session, "laid")
     add(session, "framed")
+    add(session, "framed too")
     lay(session, "laid too")
-    assert [len(message(session)[1]) for _ in range(3)] == [0, 1, 0]
+    assert [len(message(session)[1]) for _ in range(3)] == [0, 2, 0]
+
+
+def framed(groups: int, nbytes: int) -> SessionState:
+    """Return a session without an arena, with groups of one frame of about so many bytes."""
+    session = SessionState(RegisterProducer(producer="p", env="e"), Spool(1 << 30))
+    session.registered(ack(), 0.0)
+    row = [[1] * (nbytes // 8)]  # two columns of 4 bytes
+    for index in range(groups):
+        group = Group.build(f"g-{index}", tokens=row, mask=row, scores=[0.0])
+        session.spool.add(group, encode_group(group, 1 << 30))
+    session.declared.add(next(iter(session.spool)).table.id)
+    return session
+
+
+def sizes(session: SessionState, limit_bytes: int = LIMIT) -> list[int]:
+    """Send everything; return the groups of each message."""
+    sent = []
+    while entries := session.unsent(limit_bytes):
+        (data, *frames), entries = session.message(entries)
+        codec.decode_envelope(data, len(frames), sum(map(len, frames)))  # fits, and its frames are all there
+        for entry in entries:
+            session.spool.sent(entry, 0.0)
+        sent.append(len(entries))
+    return sent
+
+
+def test_groups_leave_together_as_frames_within_the_limits_of_a_message() -> None:
+    assert sizes(framed(PACK_GROUPS + 1, 1000)) == [PACK_GROUPS, 1]
+    assert sizes(framed(5, PACK_FRAMES_BYTES // 2 - 1000)) == [2, 2, 1]
+    assert sizes(framed(2, 2 * PACK_FRAMES_BYTES)) == [1, 1]
+    assert sizes(framed(4, 1000), limit_bytes=2 * 1300) == [2, 2]
+
+
+def test_a_message_has_so_many_frames_at_most() -> None:
+    session = opened()
+    group = Group.build("g", tokens=[[1]], mask=[[1]], scores=[0.0])
+    encoded = replace(encode_group(group, 1 << 30), frames=(b"x",) * (FRAMES_LIMIT // 2))
+    for _ in range(3):
+        session.spool.add(group, encoded)
+    session.declared.add(encoded.table.id)
+    assert [len(session.unsent(LIMIT))] == [1]
+
+
+def test_a_group_with_undeclared_columns_goes_first_and_alone() -> None:
+    session = opened(3)
+    assert len(session.unsent(LIMIT)) == 1
+    session.declared.add(next(iter(session.spool)).table.id)
+    assert len(session.unsent(LIMIT)) == 3
 
 
 def test_names_that_are_long_leave_in_smaller_messages() -> None:
@@ -357,7 +410,7 @@ def test_names_that_are_long_leave_in_smaller_messages() -> None:
         lay(session, f"{index:\u00e9>128}")
     session.declared.add(next(iter(session.spool)).table.id)
     sizes = []
-    while session.unsent():
+    while session.unsent(LIMIT):
         sizes.append(len(message(session)[2]))
     assert sum(sizes) == PACK_GROUPS
     assert 1 < max(sizes) < PACK_GROUPS
@@ -385,7 +438,7 @@ def test_after_a_registration_nothing_lies_in_the_arena_of_before() -> None:
     session.take_in(group, waiting)
     assert [entry.slot is not None for entry in session.spool] == [False, False, True, False]
     assert [bytes(entry.frames[0]) for entry in session.spool][:2] == before
-    assert [len(message(session)[1]) for _ in range(4)] == [1, 1, 0, 1]
+    assert [len(message(session)[1]) for _ in range(3)] == [2, 0, 1]
 
 
 def test_a_broker_that_does_not_read_the_arena_gets_frames_and_says_why() -> None:
@@ -397,7 +450,7 @@ def test_a_broker_that_does_not_read_the_arena_gets_frames_and_says_why() -> Non
     session.synced(ack(), session.ask(0.0), 0.0)
     assert session.registration().arena is None
     lay(session, "g-1")
-    assert [len(message(session)[1]) for _ in range(2)] == [1, 1]
+    assert len(message(session)[1]) == 2
     assert session.as_frames == {"arena_unreachable": 1}
 
 

@@ -6,7 +6,7 @@ chunks     equal parts of the tensors' memory, and their digests (pure)
 messages   messages of a transfer, and their bounds (pure)
 channel    one connection: handshake, frames, encryption
 segment    a segment of `posix_shm` as bytes: read by the sender, written by the receiver
-snapshots  unchanging copies of versions for the transfers under way
+snapshots  versions that do not change, for the transfers under way
 sender     server of the versions of one segment
 stage      chunks of the next version, until it is whole
 receiver   transfers into a stage, and the switch to a whole version

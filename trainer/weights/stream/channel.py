@@ -22,6 +22,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol, Self
 
+import numpy as np
+
 from rolloutmq.bus.transport.keys.ticket import TICKET_BYTES, Pass
 from rolloutmq.schemas.errors import (
     LimitExceededError,
@@ -31,7 +33,7 @@ from rolloutmq.schemas.errors import (
     WeightsNotSentError,
     install_remedy,
 )
-from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES
+from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES, Bytes
 from rolloutmq.trainer.weights.stream.messages import HEADER, SMALL_BYTES, Kind
 
 MAGIC: Final = b"RMQ-WEIGHTS-1\n"
@@ -44,6 +46,9 @@ STALL_S: Final = 15.0
 FRAME_S: Final = 30.0
 """Longest time of one frame: a chunk at 35 kB/s."""
 
+LOADED: Final = 1
+"""Frames that may be loaded while one is sent; with four, transfers took longer on two busy cores."""
+
 
 class Frame(NamedTuple):
     """A received frame; `data` bytes follow, for `Channel.data_into`."""
@@ -54,11 +59,18 @@ class Frame(NamedTuple):
     head: bytes
 
 
+class Loaded(NamedTuple):
+    """A frame to be sent: everything before its data, and the data."""
+
+    start: bytes
+    data: Any
+
+
 class Cipher(Protocol):
     """Encryption of one direction; each call uses the next nonce."""
 
-    def seal(self, data: Any, authenticated: bytes) -> Any:
-        """Return the encrypted data with its tag, valid until the next call."""
+    def seal(self, data: Any, authenticated: bytes, into: Any) -> None:
+        """Encrypt into a buffer of the size of the data and the tag."""
         ...
 
     def open(self, data: Any, authenticated: bytes, into: Any) -> None:
@@ -75,6 +87,8 @@ class Channel:
         self._out: Cipher | None = None
         self._in: Cipher | None = None
         self._buffer = bytearray()
+        self._buffers: list[Bytes] = [np.empty(0, np.uint8)] * (LOADED + 1)
+        self._loading = 0
 
     @classmethod
     def dial(cls, host: str, port: int, ticket: Pass, *, sealed: bool) -> Self:
@@ -169,14 +183,43 @@ class Channel:
         Raises:
             WeightsNotSentError: The peer is gone, or has not read for `STALL_S`.
         """
-        head = HEADER.pack(kind, len(body), len(data))
+        into = np.empty(len(data) + TAG_BYTES, np.uint8) if self.sealed and len(data) else None
+        self._transmit(self._packed(kind, body, data, into))
+
+    def load(self, kind: Kind, body: bytes, data: Bytes) -> "Loaded":
+        """Take over the next frame to be sent, for `unload`; its data may change afterwards. Never waits for the peer.
+
+        Another thread may unload frames loaded before. A loaded frame is valid until `LOADED` further ones are loaded.
+        """
+        size = len(data) + TAG_BYTES
+        self._loading = (self._loading + 1) % len(self._buffers)
+        if self._buffers[self._loading].size < size:
+            self._buffers[self._loading] = np.empty(CHUNK_BYTES + TAG_BYTES, np.uint8)
+        into = self._buffers[self._loading][:size]
         if self._out is not None:
-            body = bytes(self._out.seal(body, head))
-            if len(data):
-                data = self._out.seal(data, head)
-        self._send(head + body, more=len(data) > 0)
+            return self._packed(kind, body, data, into)
+        np.copyto(into[: len(data)], data)
+        return self._packed(kind, body, into[: len(data)])
+
+    def unload(self, loaded: "Loaded") -> None:
+        """Send a loaded frame. Blocks and raises as `send`."""
+        self._transmit(loaded)
+
+    def _packed(self, kind: Kind, body: bytes, data: Any, into: Any = None) -> "Loaded":
+        """Return a frame as it is sent; sealed data are put into the buffer."""
+        head = HEADER.pack(kind, len(body), len(data))
+        if self._out is None:
+            return Loaded(head + body, data)
+        sealed = np.empty(len(body) + TAG_BYTES, np.uint8)
+        self._out.seal(body, head, sealed)
         if len(data):
-            self._send(data)
+            self._out.seal(data, head, into)
+        return Loaded(head + sealed.tobytes(), into if len(data) else b"")
+
+    def _transmit(self, loaded: "Loaded") -> None:
+        self._send(loaded.start, more=len(loaded.data) > 0)
+        if len(loaded.data):
+            self._send(loaded.data)
 
     def receive(self, limit: int = SMALL_BYTES) -> Frame:
         """Receive a frame without its data. Blocks.
@@ -312,20 +355,14 @@ class AesGcm:
 
         self._aead: Any = AESGCM(key)
         self._count = 0
-        self._sealed = bytearray()
 
     def _nonce(self) -> bytes:
         self._count += 1
         return self._count.to_bytes(12, "little")
 
-    def seal(self, data: Any, authenticated: bytes) -> Any:
+    def seal(self, data: Any, authenticated: bytes, into: Any) -> None:
         """See `Cipher.seal`."""
-        size = len(data) + TAG_BYTES
-        if len(self._sealed) < size:
-            self._sealed = bytearray(size)
-        into = memoryview(self._sealed)[:size]
         self._aead.encrypt_into(self._nonce(), data, authenticated, into)
-        return into
 
     def open(self, data: Any, authenticated: bytes, into: Any) -> None:
         """See `Cipher.open`."""

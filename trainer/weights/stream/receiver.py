@@ -50,7 +50,7 @@ from rolloutmq.trainer.weights.stream.messages import (
     require_run,
     table_sum,
 )
-from rolloutmq.trainer.weights.stream.segment import WeightSegment, copy_chunks
+from rolloutmq.trainer.weights.stream.segment import WeightSegment, copy_parts
 from rolloutmq.trainer.weights.stream.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ class Receiver:
         after = self._have()
         self._table["known"][self._stage.table["known"] != 0] = 0  # if the copy fails they hold anything
         with self._segment.writing(version, WRITE_PATIENCE_S):
-            copy_chunks(self._segment.data, parts)
+            copy_parts(self._segment.data, parts)
         self._table = after
         self._stage.clear()
         self.write = write

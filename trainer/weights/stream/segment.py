@@ -6,7 +6,8 @@ of its own: engines attach to it, check their model against its manifest, and wa
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, Self
@@ -26,6 +27,9 @@ from rolloutmq.trainer.weights.stream.messages import layout_of
 
 KIND: Final = "weights"
 """As of `posix_shm.WeightShare`."""
+COPY_THREADS: Final = 4
+COPY_BYTES: Final = 16 << 20
+"""Least bytes for each thread of a copy."""
 
 
 class WeightSegment:
@@ -151,8 +155,26 @@ class WeightSegment:
         self.close()
 
 
-def copy_chunks(target: Bytes, parts: Sequence[tuple[int, Bytes]]) -> None:
-    """Copy parts to their offsets."""
+def copy_parts(target: Bytes, parts: Sequence[tuple[int, Bytes]]) -> None:
+    """Copy parts to their offsets, in several threads if they are large: somebody waits for a lock meanwhile."""
+    threads = min(COPY_THREADS, os.cpu_count() or 1, sum(part.size for _, part in parts) // COPY_BYTES)
+    if threads < 2:
+        _copy(target, parts)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        shares = [[_slice(one, number, threads) for one in parts] for number in range(threads)]
+        for _ in pool.map(lambda share: _copy(target, share), shares):
+            pass
+
+
+def _slice(part: tuple[int, Bytes], number: int, count: int) -> tuple[int, Bytes]:
+    """Return the share of one thread in a part."""
+    offset, data = part
+    start, end = data.size * number // count, data.size * (number + 1) // count
+    return offset + start, data[start:end]
+
+
+def _copy(target: Bytes, parts: Iterable[tuple[int, Bytes]]) -> None:
     for offset, part in parts:
         np.copyto(target[offset : offset + part.size], part)
 

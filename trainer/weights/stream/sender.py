@@ -13,6 +13,9 @@ import logging
 import socket
 import threading
 import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
@@ -21,9 +24,9 @@ import msgspec
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.schemas.errors import AddressInUseError, RolloutMQError, WeightsNotSentError
-from rolloutmq.trainer.weights.stream.channel import Channel
+from rolloutmq.trainer.weights.stream.channel import LOADED, Channel, Loaded
+from rolloutmq.trainer.weights.stream.chunks import Digests, unknown
 from rolloutmq.trainer.weights.stream.chunks import decoded as decoded_table
-from rolloutmq.trainer.weights.stream.chunks import unknown
 from rolloutmq.trainer.weights.stream.messages import (
     CHUNK,
     Done,
@@ -205,7 +208,7 @@ class Transfers:
 
     def _transfer(self, snapshot: Snapshot) -> None:
         began = time.monotonic()
-        nbytes = snapshot.data.size
+        nbytes = snapshot.nbytes
         offer = Offer(
             write=snapshot.write,
             version=snapshot.version,
@@ -232,13 +235,26 @@ class Transfers:
         )
 
     def _send_chunks(self, snapshot: Snapshot, take: Take) -> int:
-        """Send the chunks that the receiver does not have; return their number."""
+        """Send the chunks that the receiver does not have; return their number.
+
+        Another thread makes digests and ciphers of the next chunks while this one waits for the network.
+        """
         theirs = decoded_table(take.digests, len(snapshot))
-        has = (unknown(len(snapshot)) if theirs is None else theirs).item
+        chunks = self._loaded(snapshot, unknown(len(snapshot)) if theirs is None else theirs)
         sent = 0
-        for index in range(len(snapshot)):
-            mine = snapshot.digest(index)
-            if mine != has(index):
-                self._channel.send(Kind.CHUNK, CHUNK.pack(index, *mine[:2]), snapshot.chunk(index))
+        with ThreadPoolExecutor(1, "weights-loader") as loader:
+            ahead = deque(loader.submit(next, chunks, None) for _ in range(LOADED))
+            while (loaded := ahead.popleft().result()) is not None:
+                ahead.append(loader.submit(next, chunks, None))
+                self._channel.unload(loaded)
                 sent += 1
         return sent
+
+    def _loaded(self, snapshot: Snapshot, theirs: Digests) -> Iterator[Loaded]:
+        for index in range(len(snapshot)):
+            with snapshot.chunk(index) as data:
+                mine = snapshot.digest(index)
+                if mine == theirs.item(index):
+                    continue
+                loaded = self._channel.load(Kind.CHUNK, CHUNK.pack(index, *mine[:2]), data)
+            yield loaded

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rolloutmq.bus.transport.keys import ticket
@@ -21,7 +22,7 @@ from rolloutmq.schemas.errors import (
     WeightsNotSentError,
 )
 from rolloutmq.trainer.weights.stream import channel as channel_module
-from rolloutmq.trainer.weights.stream.channel import MAGIC, Channel, require_cipher
+from rolloutmq.trainer.weights.stream.channel import LOADED, MAGIC, Channel, require_cipher
 from rolloutmq.trainer.weights.stream.messages import HEADER, Kind
 
 SECRET = ticket.new_secret()
@@ -106,6 +107,25 @@ def test_frames_arrive_as_they_were_sent(sealed: bool) -> None:
             assert (frame.kind, frame.body, bytes(into)) == (Kind.CHUNK, b"head", data)
         receiver.send(Kind.FOLLOW, b"back")
         assert sender.receive().body == b"back"
+
+
+@pytest.mark.parametrize("sealed", SEALED)
+def test_loaded_frames_are_sent_as_they_were_when_they_were_loaded(sealed: bool) -> None:
+    if sealed:
+        pytest.importorskip("cryptography")
+    with pair(sealed=sealed) as (sender, receiver):
+        loaded, sent = [], []
+        for number in range(LOADED + 1):
+            data = np.full(1000 + number, number, np.uint8)
+            sent.append(data.tobytes())
+            loaded.append(sender.load(Kind.CHUNK, b"head", data))
+            data[:] = 255
+        for one, wanted in zip(loaded, sent, strict=True):
+            sender.unload(one)
+            frame = receiver.receive()
+            into = bytearray(frame.data)
+            receiver.data_into(frame, memoryview(into))
+            assert (frame.kind, frame.body, bytes(into)) == (Kind.CHUNK, b"head", wanted)
 
 
 def test_a_ticket_of_another_secret_is_refused() -> None:

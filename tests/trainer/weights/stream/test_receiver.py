@@ -312,7 +312,7 @@ def test_a_receiver_killed_while_it_switches_finishes_in_its_next_life(
         engine = Engine(host)
         trainer.step(1)
         with monkeypatch.context() as patched:
-            patched.setattr(receiver_module, "copy_chunks", killed)
+            patched.setattr(receiver_module, "copy_parts", killed)
             with pytest.raises(Killed):
                 first.take_next(channel)
         channel.close()
