@@ -5,12 +5,10 @@ from typing import Final
 
 import pytest
 
+from rolloutmq.services.orchestrator.autoscaling.capacity import FIRST_HOLD_S
 from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
 from rolloutmq.services.orchestrator.autoscaling.progress import Sampled
-from rolloutmq.services.orchestrator.autoscaling.saturation import (
-    FIRST_HOLD_S,
-    SaturationDetector,
-)
+from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector
 from rolloutmq.services.orchestrator.autoscaling.server_use import GROUPS, SURE_GROUPS, SURE_S, ServerUse
 
 SHOWN_S: Final = 60
