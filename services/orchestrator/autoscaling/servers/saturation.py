@@ -27,7 +27,9 @@ import msgspec
 from msgspec.structs import replace
 
 from rolloutmq.services.orchestrator.autoscaling.budget import divide
-from rolloutmq.services.orchestrator.autoscaling.capacity import (
+from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND
+from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
+from rolloutmq.services.orchestrator.autoscaling.servers.capacity import (
     FIRST_HOLD_S,
     LIKE,
     MORE,
@@ -35,15 +37,13 @@ from rolloutmq.services.orchestrator.autoscaling.capacity import (
     SLOWER,
     CapacitySearch,
 )
-from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND
-from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
-from rolloutmq.services.orchestrator.autoscaling.progress import (
+from rolloutmq.services.orchestrator.autoscaling.servers.progress import (
     Meters,
     ProgressMeter,
     reach,
     unslowed,
 )
-from rolloutmq.services.orchestrator.autoscaling.server_use import (
+from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
     OWN_GROUPS,
     SURE_GROUPS,
     SURE_S,
@@ -184,6 +184,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
             above=limit.above,
             tests_fewer=limit.tests_fewer and limit.made > 0.0,
             grown=True,
+            explored=True,
             bests={**self.bests, env: limit.best},
             engines=engines,
         )
@@ -228,7 +229,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
             return new
         # The wait for the first probe is the first hold time; without it two probes in a row would wait as long.
         capacity, until = known * engines / self.engines, now + FIRST_HOLD_S
-        return replace(new, capacity=capacity, until=until, hold_s=2.0 * FIRST_HOLD_S)
+        return replace(new, capacity=capacity, until=until, hold_s=2.0 * FIRST_HOLD_S, explored=True)
 
     def _anew(self, uses: Sequence[ServerUse], now: float, left: Collection[str]) -> Self:
         """Return the state at the beginning of a measurement; the own one of those that are `left` out goes on."""
@@ -303,9 +304,11 @@ class SaturationDetector(CapacitySearch, frozen=True):
             bests = {one.env: self._unslowed(one, unknown[one.env]) for one in uses if one.env in unknown}
             new = replace(new, bests={**self.bests, **bests})
         if not self.proven:
-            return new._first(seen, now)
+            new = replace(new, curve=new.curve.added(seen.size, seen.total, seen.groups))
+            return new._first(self, seen, now)
         if self.capacity and seen.size > self._fits(uses):
             return new  # scale-down in progress
+        new = replace(new, curve=new.curve.added(seen.size, seen.total, seen.groups))
         if self.tests_fewer:
             return self._fewer(new, seen, now)
         if self.made:

@@ -21,7 +21,18 @@ from typing import Final, Self
 import msgspec
 from msgspec.structs import replace
 
-from rolloutmq.services.orchestrator.autoscaling.server_use import Measurement, Span
+from rolloutmq.services.orchestrator.autoscaling.control_law import ROUND
+from rolloutmq.services.orchestrator.autoscaling.servers.curve import (
+    MOST_GROUPS,
+    Knee,
+    ThroughputCurve,
+)
+from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
+    CHANGE,
+    SURE_GROUPS,
+    Measurement,
+    Span,
+)
 
 LIKE: Final = 0.15
 """Relative change of the size within one measurement."""
@@ -52,12 +63,14 @@ LONGER: Final = 1.6
 """Factor by which rollouts may seem to become longer before a growth is tested with fewer workers."""
 TESTED: Final = 0.79
 """Largest size to scale back to, relative to the present one, so that the throughputs can be told apart."""
-LARGE_PROBE: Final = 0.25
+LARGE_PROBE: Final = 0.2
 """Workers of a large probe, relative to the present ones: their pace changed, and it may be that more help now."""
 SLOWED: Final = 0.92
 """Ratio to the pace among fewer below which full servers clearly slow the workers."""
 SUSPECT: Final = 0.8
 """Pace, relative to that of fewer workers before, below which the first measured ones may share a full server."""
+SUSPECT_GROUPS: Final = 64
+"""Groups after which a suspicion that may be chance ends."""
 RARE: Final = 8.0
 """Workers with fewer of which a probe is made more seldom: one more worker is a larger part of them."""
 LOST: Final = 0.95
@@ -121,20 +134,24 @@ class CapacitySearch(msgspec.Struct, frozen=True):
     """The last measurement differed clearly from the baseline, and may have begun before the change."""
     size: float = 0.0
     """Size at the beginning of the present measurement."""
+    explored: bool = False
+    """More workers than those at the capacity were tried since it was found, or need not be tried soon."""
+    curve: ThroughputCurve = ThroughputCurve()
+    """What fleets of other sizes made, as long as nothing seems to have changed since."""
 
     def _grown(self, new: Self, seen: Measurement, now: float) -> Self:
         """Judge workers whose capacity is unknown; they may be more than those proven."""
-        if seen.size > MORE * self.proven and not seen.shows(1.0 - self.proven / seen.size):
+        if seen.size > MORE * self.proven and not self._tells_growth(seen):
             return self
-        if seen.size > MORE * self.proven and seen.total < SLOWER * seen.size:
-            if seen.total < KEPT * self.top and seen.is_clear(1.0 - seen.total / self.top, self.top_groups):
+        if seen.size > MORE * self.proven and seen.total < self._least(seen) * seen.size:
+            if seen.total < KEPT * self.top and seen.is_changed(1.0 - seen.total / self.top, self.top_groups):
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
-                return new._based(seen)
+                return new._changed(seen)
             if seen.is_enough:  # it seems that rollouts became longer
-                return replace(new._based(seen), longer=self.longer * seen.size / seen.total)
+                return replace(new._changed(seen), longer=self.longer * seen.size / seen.total)
             if not self.grown and seen.total < (1.0 + LIKE) * self.top:
                 # The servers were full before the first measurement already.
-                return replace(new._searching(self.proven, seen, now), is_full=self._is_slowed(seen))
+                return self._full_before(new, seen, now)
             return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
         if self.longer >= LONGER and seen.size > MORE * self.proven:
             if not seen.tells(1.0 - TESTED):
@@ -144,14 +161,47 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
         return new._followed(self, seen)
 
-    def _first(self, seen: Measurement, now: float) -> Self:
+    def _full_before(self, new: Self, seen: Measurement, now: float) -> Self:
+        """Search below the proven size, since more workers brought nothing. If that remains in doubt, the curve tells.
+
+        The search begins with a sure measurement, so one standard error is enough.
+        """
+        if seen.error_beside(self.top_groups) <= LIKE:
+            return replace(new._searching(self.proven, seen, now), is_full=self._is_slowed(seen))
+        if not seen.is_sure:
+            return self
+        knee = new.curve.knee(seen.dispersion)
+        new = replace(new._scaled(knee.pace), grown=True)
+        return new._found(min(ROOM * knee.size, TESTED * seen.size) * knee.pace, seen, now)
+
+    def _least(self, seen: Measurement) -> float:
+        """Return the part of their size that more workers make at least if they are not slower.
+
+        If that remains in doubt, it is the part between that of all workers and that of a full server.
+        """
+        lacks = 1.0 - seen.total / seen.size
+        in_doubt = 1.0 - SLOWER < lacks < seen.error_beside(self.top_groups)
+        return math.sqrt(self.proven / seen.size) if in_doubt else SLOWER
+
+    def _tells_growth(self, seen: Measurement) -> bool:
+        """Return whether a measurement tells more workers on a full server from those that nothing slows."""
+        part, made = self.proven / seen.size, seen.total / seen.size
+        if made >= SLOWER:
+            return seen.shows(1.0 - part / made, self.top_groups)
+        full = min(ROOM * made, TESTED)
+        return seen.shows(1.0 - made, self.top_groups) and seen.shows(1.0 - full, SURE_GROUPS)
+
+    def _first(self, before: Self, seen: Measurement, now: float) -> Self:
         """Take the first measurement of groups as proven, unless tokens tell that a smaller fleet was as fast."""
         new = replace(self, proven=seen.total, top=seen.total, top_groups=seen.groups, early={}, steady={})
         if seen.total < SLOWER * seen.size:
             return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
         is_suspect = any(self._is_suspect(env, pace) for env, pace in seen.paces.items())
         if is_suspect and not seen.is_enough:
-            return new._searching(seen.total, seen, now)
+            if any(self._is_clearly_suspect(env, pace, seen) for env, pace in seen.paces.items()):
+                return new._searching(seen.total, seen, now)
+            if seen.groups < SUSPECT_GROUPS:
+                return before
         return replace(new, proven=seen.size)
 
     def _at_capacity(self, new: Self, seen: Measurement, now: float) -> Self:
@@ -160,19 +210,43 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return new._followed(self, seen)
         change = seen.total / min(seen.size, self.capacity / ROOM)
         if not SLOWER <= change <= 1.0 / SLOWER:
-            if not seen.shows(change - 1.0, self.full_groups or math.inf):
-                return self
+            if not seen.is_changed(change - 1.0, self.full_groups or self.top_groups):
+                return self if seen.groups < MOST_GROUPS else new
+            if self._is_alike(seen):  # nothing changed: it was not known well
+                return new._kneed(seen, now)
             if not self.doubted:
-                return replace(new, doubted=True)
+                return replace(new, doubted=True, curve=self.curve)
             return new._slowed(seen, now) if change < 1.0 else new._sped_up(seen, now)
         new = replace(new, doubted=False)
         if not seen.is_sure:
-            return self if now >= self.until or seen.size > (1.0 + STEADY) * self.full > 0.0 else new
+            is_more_told = seen.is_precise and not seen.size > (1.0 + STEADY) * self.full > 0.0
+            return new if is_more_told and now < self.until else self
+        knee = new.curve.knee(seen.dispersion)
+        least, most = (1.0 - STEADY) * knee.low, (1.0 + STEADY) * ROOM * knee.high
+        if not least <= self.capacity <= most and self._is_alike(seen):
+            return new._kneed(seen, now)
+        if not self.explored and knee.high > (1.0 + LARGE_PROBE) * seen.size:
+            return new._exploring(knee, seen, now) if seen.is_precise else self
+        if not self.explored and knee.low <= new.curve.least:  # fewer might do
+            fewer = new._based(seen)._testing(seen.total, seen.total, now)
+            return replace(fewer, is_search=True, is_full=True)
         if self._is_fuller(seen):
             return new._sped_up(seen, now)
         if now < self.until or self._shows(seen, now):
             return new
-        return replace(new, unit=self._unit)._probing(seen, now)
+        return replace(new, unit=self._unit, explored=True)._probing(seen, now)
+
+    def _exploring(self, knee: Knee, seen: Measurement, now: float) -> Self:
+        """Try more workers if nobody knows that they would not help: half as many more as may be useful.
+
+        A large step shows with fewer groups than a small one.
+        """
+        more = (min(knee.high, 1.5 * seen.size) - seen.size) / 2.0
+        return replace(self, unit=self._unit, step=max(1, round(more / self._unit)))._probing(seen, now)
+
+    def _is_alike(self, seen: Measurement) -> bool:
+        """Return whether all measurements so far agree with this one, by chance."""
+        return self.curve.misfit(seen.size, seen.total, seen.groups, seen.dispersion) < CHANGE
 
     def _shows(self, seen: Measurement, now: float) -> bool:
         """Return whether it will show without a probe that the servers become faster: they clearly slow the workers."""
@@ -197,24 +271,31 @@ class CapacitySearch(msgspec.Struct, frozen=True):
 
         Their rollouts are longer, or the server became slower: neither makes more workers useful if the server is full.
         """
-        return replace(self._based(seen), hold_s=FIRST_HOLD_S)._testing(seen.total, seen.total, now)
+        return replace(self._changed(seen), hold_s=FIRST_HOLD_S)._testing(seen.total, seen.total, now)
 
     def _sped_up(self, seen: Measurement, now: float) -> Self:
         """Let some more workers join those at the capacity, which became clearly faster."""
         new = replace(self, full=0.0, doubted=False, hold_s=FIRST_HOLD_S, until=now, step=self._some(seen))
+        new = replace(new, curve=ThroughputCurve().added(seen.size, seen.total, seen.groups))
         faster = seen.total / seen.size
         if faster <= 1.0 or not seen.is_clear(faster - 1.0, self.top_groups):
             return new  # the servers became faster, or chance: the pace of a worker that nothing slows stays
-        bests = {env: faster * best for env, best in self.bests.items()}
-        return replace(new, bests=bests, capacity=faster * self.capacity)
+        return replace(new._scaled(faster), capacity=faster * self.capacity)
 
     def _some(self, seen: Measurement) -> int:
         """Return the workers of a large probe."""
         return max(1, round(LARGE_PROBE * seen.total / max(seen.paces.values())))
 
     def _is_suspect(self, env: str, pace: float) -> bool:
-        """Return whether fewer workers were clearly faster before the first measurement: the servers may be full."""
+        """Return whether fewer workers seemed faster before the first measurement: the servers may be full."""
         return env in self.early and pace < SUSPECT * (self.early[env].pace(0) or 0.0)
+
+    def _is_clearly_suspect(self, env: str, pace: float, seen: Measurement) -> bool:
+        """Return whether fewer workers were faster by more than chance."""
+        if not self._is_suspect(env, pace):
+            return False
+        early = self.early[env]
+        return seen.is_clear(1.0 - pace * early.busy_s / early.made, early.groups)
 
     def _searching(self, above: float, seen: Measurement, now: float) -> Self:
         """Search the capacity below workers of the size `above`. First, it must be sure that they make as much."""
@@ -263,7 +344,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
     def _ended(self, capacity: float, now: float) -> Self:
         """Take a capacity after a test with fewer workers."""
         new = replace(self, capacity=capacity, made=0.0, tests_fewer=False, is_search=False, is_full=False)
-        return new._held(now)
+        return replace(new, explored=True)._held(now)
 
     def _held(self, now: float) -> Self:
         """Wait until the next probe, and longer each time; one more of few workers is a large part of them."""
@@ -288,8 +369,13 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         known = replace(new, capacity=self.known)
         if not seen.tells(seen.size / self.above - 1.0):
             return self
-        if seen.total < self.usual * (1.0 + HELPS * (seen.size / self.above - 1.0)):
-            return known._found(self.known, seen, now)
+        least = 1.0 + HELPS * (seen.size / self.above - 1.0)
+        is_alike = not self.explored and self._is_alike(seen)
+        told = new.curve.knee(seen.dispersion).size / self.above if is_alike else seen.total / self.usual
+        if told < least:
+            return replace(known._found(self.known, seen, now), explored=True)
+        if not is_alike:  # the servers became faster
+            new = replace(new, curve=ThroughputCurve().added(seen.size, seen.total, seen.groups))
         new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step)
         return new._probing(seen, now)
 
@@ -312,11 +398,11 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return self
         capacity = max(self.capacity, min(ROOM * self.made, self.above))
         if seen.total < SLOWER * seen.size:
-            if not self._is_slowed(seen):  # the baseline may be too high by chance: fewer will tell
-                return replace(new._based(seen)._testing(seen.total, seen.total, now), is_search=True)
+            if not self._is_slowed(seen):  # the baseline may be too high by chance
+                return new._kneed(seen, now)
             capacity = ROOM * seen.total  # they are still too many
-        elif not seen.is_clear(1.0 - part, self.made_groups):  # they may all be needed, and more
-            return replace(new, made=0.0, until=now, step=self._some(seen))
+        elif not seen.is_clear(1.0 - part, self.made_groups):
+            return new._kneed(seen, now)
         new = replace(new, capacity=capacity, made=0.0)
         new = new._filled(seen, min(self.made, ROOM * seen.total))._balanced(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
@@ -344,8 +430,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
 
     def _based(self, seen: Measurement) -> Self:
         """Take a measurement as the new baseline."""
-        bests = {**self.bests, **seen.paces}
-        new = replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total)
+        bests, curve = {**self.bests, **seen.paces}, self.curve.scaled(seen.total / seen.size)
+        new = replace(self, bests=bests, proven=seen.total, top=seen.total, size=seen.total, curve=curve)
         return replace(new, usual_part=1.0, doubted=False, full=0.0, top_groups=seen.groups)
 
     def _followed(self, before: Self, seen: Measurement) -> Self:
@@ -360,7 +446,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
                 usual = min(1.0, seen.total / seen.size)
             grown = self.grown or seen.total > (1.0 + LIKE) * self.top
             new = replace(self, proven=seen.size, top=seen.total, usual_part=usual, doubted=False)
-            return replace(new, grown=grown, top_groups=seen.groups)
+            return replace(new, grown=grown)._pooled(seen)
         usual = self.usual_part if seen.size > CLOSE * self.proven else 1.0
         changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
         largest = max(abs(change - 1.0) for change in changes.values())
@@ -372,17 +458,58 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if self.capacity:  # what is left of a difference would move the number of workers at it to and fro
             changes = {env: 1.0 if abs(change - 1.0) < STEADY else change for env, change in changes.items()}
         if not clearly:
-            most = FOLLOWS_PER_S * seen.took_s
+            most, weight = FOLLOWS_PER_S * seen.took_s, FOLLOWS
+            if not self.capacity and self.top_groups < SURE_GROUPS:  # the baseline is the less sure of both
+                most, weight = 1.0, seen.groups / (self.top_groups + seen.groups)
             changes = {
-                env: 1.0 + min(max((change - 1.0) * FOLLOWS, -most), most) for env, change in changes.items()
+                env: 1.0 + min(max((change - 1.0) * weight, -most), most) for env, change in changes.items()
             }
         bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
         change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
         new = replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
-        return new if clearly else replace(new, longer=max(1.0, self.longer / change))
+        if clearly:
+            return replace(new, curve=ThroughputCurve().added(change * seen.size, seen.total, seen.groups))
+        groups = max(self.top_groups, min(self.top_groups + seen.groups, SURE_GROUPS))
+        new = replace(new, longer=max(1.0, self.longer / change), top_groups=groups)
+        return replace(new, curve=self.curve.scaled(change))
+
+    def _changed(self, seen: Measurement) -> Self:
+        """Take a measurement as the new baseline, since what was measured before holds no longer."""
+        new = self._based(seen)
+        return replace(new, curve=ThroughputCurve().added(seen.total, seen.total, seen.groups))
+
+    def _pooled(self, seen: Measurement) -> Self:
+        """Let workers that are as fast as those before, as far as chance lets it be told, correct the baseline."""
+        change, groups = seen.total / seen.size, min(self.top_groups + seen.groups, SURE_GROUPS)
+        if self.capacity or seen.is_clear(1.0 - change, self.top_groups):
+            return replace(self, top_groups=seen.groups)
+        change = 1.0 + (change - 1.0) * seen.groups / (self.top_groups + seen.groups)
+        new = replace(self._scaled(change), proven=change * self.proven, top_groups=groups)
+        return replace(
+            new, longer=max(1.0, self.longer / change), usual_part=min(1.0, self.usual_part / change)
+        )
+
+    def _scaled(self, change: float) -> Self:
+        """Correct the paces of all environments, and with them the sizes of the curve."""
+        bests = {env: change * best for env, best in self.bests.items()}
+        return replace(self, bests=bests, curve=self.curve.scaled(change))
+
+    def _kneed(self, seen: Measurement, now: float) -> Self:
+        """Take the capacity that all measurements together tell; two of them alone do not."""
+        knee = self.curve.knee(seen.dispersion)
+        groups = sum(one.groups for one in self.curve.points if one.size <= knee.size) or seen.groups
+        new = replace(self._scaled(knee.pace), made=0.0, doubted=False, top_groups=groups)
+        if knee.size < CLOSE * max(one.size for one in self.curve.points):
+            size = knee.pace * knee.size
+            # One more of few workers is a large part of them.
+            whole = max(math.ceil(size / new._unit - ROUND), math.floor(ROOM * size / new._unit))
+            return replace(new, capacity=whole * new._unit)
+        if seen.size >= CLOSE * knee.size:
+            return replace(new, until=now, step=self._some(seen))  # they seem to be needed, and more may be
+        return replace(new, capacity=0.0, grown=True, proven=knee.pace * seen.size, top=seen.total)
 
     def _found(self, capacity: float, seen: Measurement, now: float) -> Self:
-        new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False)
+        new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False, explored=False)
         made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
         new = replace(new, made=made, made_groups=seen.groups, above=seen.size)._filled(seen)
         return replace(new, proven=min(self.proven, capacity), top=min(self.top, seen.total))._held(now)
