@@ -428,7 +428,7 @@ def test_a_test_with_fewer_workers_goes_on_under_the_next_orchestrator(shared: f
         limit = site.run(5, a=number)["a"]
         if is_killed:
             site.detector = SaturationDetector().resumed("a", limit, site.engines)
-        numbers = []
+        numbers: list[int] = []
         while site.detector.tests_fewer:
             number = site.run(5, a=number)["a"].most
             numbers += [number] if [number] != numbers[-1:] else []
