@@ -17,6 +17,7 @@ import msgspec
 from benchmarks.harness.figure import Figure
 from rolloutmq.schemas.config import orchestrator as settings
 from rolloutmq.services.orchestrator import autoscaling, simulation
+from rolloutmq.services.orchestrator.autoscaling import servers
 from rolloutmq.services.orchestrator.engines import scaling
 from rolloutmq.services.orchestrator.simulation.scenarios import STARTS_S, all_scenarios
 from rolloutmq.services.orchestrator.simulation.site import Scenario
@@ -25,7 +26,7 @@ from rolloutmq.services.orchestrator.simulation.verdict import Bound, Verdict
 SEEDS: Final = 20
 """Seeds of which the bounds are promised."""
 RESULTS: Final = Path(__file__).with_name("results.json")
-SOURCES: Final = (autoscaling, simulation, scaling, settings)
+SOURCES: Final = (autoscaling, servers, simulation, scaling, settings)
 """Packages and modules that decide the figures."""
 DIGITS: Final = 5
 EXACT: Final = "engines"

@@ -32,9 +32,9 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import (
     WorkerRoom,
     sample_of,
 )
-from rolloutmq.services.orchestrator.autoscaling.progress import Sampled
-from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector
-from rolloutmq.services.orchestrator.autoscaling.server_use import ServerUse
+from rolloutmq.services.orchestrator.autoscaling.servers.progress import Sampled
+from rolloutmq.services.orchestrator.autoscaling.servers.saturation import SaturationDetector
+from rolloutmq.services.orchestrator.autoscaling.servers.server_use import ServerUse
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from rolloutmq.services.orchestrator.autoscaling.pressure import (
     WorkerCounts,
     WorkerRoom,
 )
-from rolloutmq.services.orchestrator.autoscaling.saturation import SaturationDetector
-from rolloutmq.services.orchestrator.autoscaling.server_use import ServerUse
+from rolloutmq.services.orchestrator.autoscaling.servers.saturation import SaturationDetector
+from rolloutmq.services.orchestrator.autoscaling.servers.server_use import ServerUse
 
 LAW = PressureController(1, 50, ScalingConfig())
 

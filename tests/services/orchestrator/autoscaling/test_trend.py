@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from rolloutmq.services.orchestrator.autoscaling.trend import POINTS, DemandTrend
+from rolloutmq.services.orchestrator.autoscaling.trend import LONGER, POINTS, DemandTrend
 
 SPAN_S = 30.0
 
@@ -17,9 +17,9 @@ def seen(*demands: float, trend: DemandTrend | None = None) -> DemandTrend:
 
 
 def test_a_demand_that_rises_all_the_time_is_a_trend() -> None:
-    rising = seen(*(40.0 + 0.5 * second for second in range(60)))
+    rising = seen(*(40.0 + 0.5 * second for second in range(400)))
     assert rising.rise_per_s(SPAN_S) == pytest.approx(0.5, rel=0.05)
-    assert len(rising.points) <= POINTS + 2
+    assert len(rising.points) <= LONGER[-1] * POINTS + 2
 
 
 def test_it_must_have_risen_for_the_whole_time() -> None:
@@ -43,7 +43,13 @@ def test_a_step_a_level_and_a_fall_are_no_trend(demands: list[float]) -> None:
 
 
 def test_a_slow_rise_needs_no_workers_ahead() -> None:
-    assert not seen(*(40.0 + 0.05 * second for second in range(200))).rise_per_s(SPAN_S)
+    assert not seen(*(40.0 + 0.02 * second for second in range(200))).rise_per_s(SPAN_S)
+
+
+@pytest.mark.parametrize("per_s", [0.1, 0.2])
+def test_a_rise_that_is_a_small_part_of_a_large_demand_shows_in_a_longer_time(per_s: float) -> None:
+    rising = seen(*(40.0 + per_s * second for second in range(300)))
+    assert rising.rise_per_s(SPAN_S) == pytest.approx(per_s, rel=0.05)
 
 
 def test_noise_is_seldom_a_trend() -> None:

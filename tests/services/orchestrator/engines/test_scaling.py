@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, WorkerCounts
-from rolloutmq.services.orchestrator.autoscaling.saturation import FIRST_HOLD_S
-from rolloutmq.services.orchestrator.autoscaling.server_use import SURE_S
+from rolloutmq.services.orchestrator.autoscaling.servers.capacity import FIRST_HOLD_S
+from rolloutmq.services.orchestrator.autoscaling.servers.server_use import SURE_S
 from rolloutmq.services.orchestrator.engines.scaling import (
     EngineBound,
     EngineScalingRule,

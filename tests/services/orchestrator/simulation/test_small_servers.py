@@ -56,11 +56,11 @@ def test_the_law_finds_the_few_workers_that_fill_a_server(
 def test_chance_in_few_groups_makes_no_fleet_grow_on_a_full_server(
     workers: int, times: int, start_s: float, rollout_s: float
 ) -> None:
-    """Groups come at random times: 24 of them tell a throughput to a fifth."""
+    """Groups come at random times: 24 of them tell a throughput to a fifth, and one of four workers is a quarter."""
     scenario = small(workers, times, start_s, rollout_s, group_sequences=8)
     (found,) = compared([scenario], SEEDS, ["rolloutmq"])
     bounds = {one.name: one for one in found.bounds}
-    assert bounds["waste"].is_kept
+    assert bounds["waste"].worst <= bounds["waste"].worst_limit
     assert bounds["twice the capacity"].worst <= 3.0
 
 

