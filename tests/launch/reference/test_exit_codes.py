@@ -5,6 +5,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
 from rolloutmq.bus import lifecycle
 from rolloutmq.launch import cli, endings, local
@@ -62,6 +64,7 @@ def test_every_command_that_starts_a_run_has_a_row() -> None:
 def test_every_visible_command_with_a_code_of_its_own_exists() -> None:
     section = PAGE.partition("\n## Commands")[2].partition("\n## ")[0]
     named = {word.split()[0] for word in re.findall(r"`([a-z]+(?: --?[a-z]+| [a-z]+)?)`", section)}
-    known = {(command.name or command.callback.__name__) for command in cli.app.registered_commands}  # type: ignore[union-attr]
-    known |= {str(group.name) for group in cli.app.registered_groups}
-    assert named - {"python"} <= {name.replace("_", "-") for name in known if name}
+    command = typer.main.get_command(cli.app)
+    assert isinstance(command, TyperGroup)
+    known = command.commands
+    assert named - {"python"} <= set(known)
