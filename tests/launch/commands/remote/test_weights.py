@@ -214,7 +214,9 @@ def test_engine_and_relay_have_nothing_of_the_run_before_in_a_fresh_one(tmp_path
         (found,) = wait_until(lambda: engines_of(run.hosts.layout), "the engine in the fresh run")
         assert found.run_id == run_id_of(run.hosts.layout) != ""
         token = load_bundle(run.hosts.key("worker", Role.WORKER)).token
-        assert sampled(found.url, token) == [{"incarnation": 0, "step": 0}]
+        wait_until(
+            partial(samples, found.url, token, [{"incarnation": 0, "step": 0}]), "step 0 of the fresh run"
+        )
         assert run.version() == V(0, 0)
         run.step(1)
         run.received(V(0, 1))
@@ -243,12 +245,15 @@ def test_a_relay_behind_a_relay_gets_the_weights_from_it(tmp_path: Path) -> None
             assert shown.returncode == 0, shown.stderr
             return shown.stdout
 
-        wait_until(lambda: "relay.c on" in told(), "the second relay")
-        lines = told().splitlines()
+        def tells(words: str) -> bool:
+            return words in told()
+
         host = os.uname().nodename
-        assert any(f"relay.b on {host}, key engine-b: version 0.1" in line for line in lines), lines
+        for name in ("b", "c"):  # the next heartbeat tells the version
+            words = f"relay.{name} on {host}, key engine-{name}: version 0.1"
+            wait_until(partial(tells, words), words)
+        lines = told().splitlines()
         assert any("serves tcp://127.0.0.1:" in line for line in lines)
-        assert any(f"relay.c on {host}, key engine-c: version 0.1" in line for line in lines), lines
         assert any("engine-b, role engine from 127.0.0.1, heard now" in line for line in lines), lines
         assert end(relays[0]) == 0
         wait_until(lambda: "no relay relay.b is heard" in told(), "what the second relay waits for")
