@@ -28,6 +28,7 @@ from rolloutmq.services.dashboard.entry.sessions import KEY_BYTES
 from rolloutmq.services.dashboard.server import LISTEN_FD, SECRETS_FD, bind, link_of
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.process.child import Process, spawn
+from rolloutmq.services.process.descriptors import readable
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class PageOnDemand:
         """Start the server at each first connection, until cancelled. Raises nothing else."""
         pause_s = FIRST_PAUSE_S
         while True:
-            await _readable(self._bound.fileno())
+            await readable(self._bound.fileno())
             try:
                 process = spawn(self._spec(), self._marker)
             except OSError as error:
@@ -127,27 +128,17 @@ def page_of(
             yield page
 
 
-async def _readable(fd: int) -> None:
-    """Wait until a descriptor is readable: a connection waits, or a process has ended."""
-    loop, found = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(fd, found.set)
-    try:
-        await found.wait()
-    finally:
-        loop.remove_reader(fd)
-
-
 async def _ended(process: Process) -> int | None:
     """Wait for the end of a server, and return its exit code; ask it to end when cancelled."""
     try:
-        await _readable(process.fileno())
+        await readable(process.fileno())
     except asyncio.CancelledError:
         process.send_group(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
-                await _readable(process.fileno())
+                await readable(process.fileno())
         process.send_group(signal.SIGKILL)
-        await _readable(process.fileno())
+        await readable(process.fileno())
         raise
     finally:
         found = process.poll()

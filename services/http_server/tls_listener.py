@@ -18,6 +18,7 @@ from typing import Final
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.services.http_server.connection_bounds import Bounds, Connection, ConnectionBounds
 from rolloutmq.services.http_server.tls import ServerTls
+from rolloutmq.services.process.descriptors import readable
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class TlsListener:
     async def _shake(self, taken: socket.socket, newcomer: "_Newcomer") -> None:
         loop = asyncio.get_running_loop()
         taken.setblocking(False)
-        await _readable(taken.fileno())
+        await readable(taken.fileno())
         if taken.recv(1, socket.MSG_PEEK) != _HANDSHAKE:
             _refuse(taken)
             return
@@ -171,13 +172,3 @@ def _refuse(taken: socket.socket) -> None:
         if taken.recv(_PLAIN_BYTES)[:1].isalpha():
             taken.send(_PLAIN)
             taken.shutdown(socket.SHUT_WR)
-
-
-async def _readable(fd: int) -> None:
-    """Wait until a descriptor is readable, or its peer has gone."""
-    loop, found = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(fd, found.set)
-    try:
-        await found.wait()
-    finally:
-        loop.remove_reader(fd)

@@ -1,5 +1,6 @@
-"""The limit of open descriptors of a process."""
+"""Open descriptors of a process: their limit, and waiting for one."""
 
+import asyncio
 import resource
 
 
@@ -13,3 +14,16 @@ def raise_descriptor_limit(reserve: int = 0) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most - min(reserve, most // 8), most))
+
+
+async def readable(fd: int) -> None:
+    """Wait until a descriptor is readable: data or a connection waits, or its peer or process has ended.
+
+    Nobody else may watch the descriptor in this event loop meanwhile.
+    """
+    loop, found = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(fd, found.set)
+    try:
+        await found.wait()
+    finally:
+        loop.remove_reader(fd)
