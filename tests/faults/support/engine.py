@@ -27,6 +27,7 @@ class Engine:
         self._each_s = 1.0 / answers_per_s
         self._free_at = 0.0
         self._in_hand = self._asked = self._number = 0
+        self._given_s = self._told_s = self._told_at = 0.0
         self._draining = asyncio.Event()
         self._port = 0
 
@@ -54,6 +55,7 @@ class Engine:
         loop = asyncio.get_running_loop()
         self._asked += 1
         self._in_hand += 1
+        self._given_s += self._each_s
         self._free_at = max(loop.time(), self._free_at) + self._each_s
         try:
             await asyncio.sleep(self._free_at - loop.time())
@@ -65,6 +67,14 @@ class Engine:
             self._in_hand -= 1
             writer.close()
 
+    def _busy(self) -> float:
+        """Return the part of the time since the last call in which requests were there to answer."""
+        now = asyncio.get_running_loop().time()
+        worked_s, since_s = self._given_s - max(0.0, self._free_at - now), now - self._told_at
+        part = (worked_s - self._told_s) / since_s
+        self._told_s, self._told_at = worked_s, now
+        return round(min(1.0, part), 3)
+
     def _publish(self) -> None:
         self._number += 1
         told = {
@@ -73,7 +83,7 @@ class Engine:
             "name": self._name,
             "number": self._number,
             "in_hand": self._in_hand,
-            "busy": min(1.0, self._asked * self._each_s / BEAT_S),
+            "busy": self._busy(),
             "draining": self._draining.is_set(),
         }
         self._asked = 0
