@@ -4,14 +4,19 @@ Free-running producers and consumers need between 100 and 280 microseconds of CP
 groups happen to share a message. So nothing runs freely here. Each lane is a broker process with two producers and a
 consumer of the SDK in this process. In a cycle, the producers of one lane send a fixed number of groups, then its
 consumer pulls and acks them, and the other lanes are idle. A block is one cycle of each lane and the same in reverse,
-and the first lane changes from block to block, so a drift of the machine meets all lanes alike.
+so a drift of the machine meets all lanes alike. Their order is drawn anew for each block, and so is that in which their
+brokers start: a lane costs one percent more behind one neighbor than behind another.
 
 Counted is CPU: that of this process in the cycles of the lane, and that of its broker. Other work on the machine takes
 no part of it, though it slows all lanes by what it takes of the caches.
+
+What a broker does once in an interval, it does that many times more often for each of its groups as there are lanes:
+it is idle while the others work. So its `telemetry.interval_s` is that many times longer.
 """
 
 import asyncio
 import contextlib
+import random
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -77,34 +82,44 @@ async def _send(producer: Producer, groups: Iterator[Group]) -> None:
         await producer.send(next(groups))
 
 
-def blocks(configs: Sequence[RunConfig], shape: Shape, count: int) -> list[tuple[float, ...]]:
+def blocks(configs: Sequence[RunConfig], shape: Shape, count: int, seed: int = 0) -> list[tuple[float, ...]]:
     """Start a lane for each configuration, and return the CPU of a group in each lane, block by block.
 
-    Blocks for some tenths of a second a block.
+    The seed draws the orders. Blocks for some tenths of a second a block.
     """
+    rng = random.Random(seed)
+    started: list[tuple[Path, int]] = [(Path(), 0)] * len(configs)
     with contextlib.ExitStack() as stack:
-        started = []
-        for config in configs:
+        for number in rng.sample(range(len(configs)), len(configs)):
+            config = _as_if_alone(configs[number], len(configs))
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rolloutmq-bench-")))
             broker = stack.enter_context(stage.broker(RunLayout(root), config))
             stage.bound(RunLayout(root), broker)
-            started.append((root, broker.pid))
-        found: list[tuple[float, ...]] = uvloop.run(_play(started, shape, count))
+            started[number] = root, broker.pid
+        found: list[tuple[float, ...]] = uvloop.run(_play(started, shape, count, rng))
         return found
 
 
-async def _play(started: Sequence[tuple[Path, int]], shape: Shape, count: int) -> list[tuple[float, ...]]:
+def _as_if_alone(config: RunConfig, lanes: int) -> RunConfig:
+    """Return the configuration with which a lane publishes as often, by its work, as a broker that is never idle."""
+    about = config.telemetry
+    longer = about.model_copy(update={"interval_s": lanes * about.interval_s})
+    return config.model_copy(update={"telemetry": longer})
+
+
+async def _play(
+    started: Sequence[tuple[Path, int]], shape: Shape, count: int, rng: random.Random
+) -> list[tuple[float, ...]]:
     made = workload.pool(shape)
     async with contextlib.AsyncExitStack() as stack:
         lanes = [await _lane(stack, root, pid, made, shape) for root, pid in started]
-        for number in range(WARM_UP_BLOCKS):
-            await _block(lanes, number)
-        return [await _block(lanes, number) for number in range(count)]
+        for _ in range(WARM_UP_BLOCKS):
+            await _block(lanes, rng)
+        return [await _block(lanes, rng) for _ in range(count)]
 
 
-async def _block(lanes: Sequence[Lane], number: int) -> tuple[float, ...]:
-    first = number % len(lanes)
-    order = [*lanes[first:], *lanes[:first]]
+async def _block(lanes: Sequence[Lane], rng: random.Random) -> tuple[float, ...]:
+    order = rng.sample(lanes, len(lanes))
     for lane in (*order, *reversed(order)):
         await lane.cycle()
     return tuple(lane.group_us() for lane in lanes)

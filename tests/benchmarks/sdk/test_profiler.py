@@ -50,7 +50,7 @@ def test_brokers_that_differ_too_much_tell_nothing() -> None:
 def test_one_lane_measures_latencies_and_two_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
 
-    def blocks(configs: Sequence[RunConfig], _shape: Shape, count: int) -> profiler.Blocks:
+    def blocks(configs: Sequence[RunConfig], _shape: Shape, count: int, _seed: int) -> profiler.Blocks:
         seen.extend(config.telemetry.latencies for config in configs)
         return [(1.0, 1.0, 1.0)] * count
 
