@@ -110,7 +110,7 @@ def test_ctrl_c_and_a_drain_end_the_workers_in_order_too(tmp_path: Path, number:
 
 
 def test_a_worker_that_fails_while_it_ends_fails_the_command(hosts: Hosts) -> None:
-    fails = "try:\n            await asyncio.sleep(1e6)\n        except asyncio.CancelledError:\n            os._exit(1)"
+    fails = "try:\n            await asyncio.sleep(1e6)\n        finally:\n            os._exit(1)"
     code = ENVIRONMENT.replace("await asyncio.sleep(self.pause_s)", fails).replace(
         "asyncio\n", "asyncio, os\n", 1
     )
