@@ -265,10 +265,15 @@ def restart(run_dir: Path, worker: str, *, at_once: bool = False) -> int:
         at_once: Kill it, instead of draining it: its unfinished rollouts are lost.
 
     Raises:
-        UsageError: Nobody knows it.
+        UsageError: Nobody knows it, or it is the first engine, which belongs to the launcher.
         RefusedError: It joined from another host, where its command restarts it.
     """
     layout, order = RunLayout(run_dir), uuid4().hex
+    if worker == FIRST:
+        raise UsageError(
+            f"{worker}: is the first engine, which the launcher runs and no order restarts; end its process on the "
+            "run's host, and the launcher starts another"
+        )
     known = supervision_of(layout)
     if layout.connection.exists():
         _require_heard(layout, worker)

@@ -150,7 +150,7 @@ class TelemetryConfig(Section):
     """Offline: W&B writes to the run directory, and `wandb sync` uploads it later. Online needs a login."""
     mlflow_uri: str = ""
     """Tracking server of MLflow, such as `http://mlflow:5000`. Empty: the variable `MLFLOW_TRACKING_URI`, or else the
-    database `mlflow.db` in the run directory."""
+    files `trackers/mlflow/` of the run directory."""
     trace_ratio: Fraction = 0.0
     """Part of the groups whose way is traced to `otlp_url`, chosen by their ids. 0: none."""
     otlp_url: str = "http://127.0.0.1:4318/v1/traces"

@@ -36,7 +36,7 @@ from rolloutmq.services.dashboard.record.latency_parts import PARTS
 from rolloutmq.services.dashboard.run_files import REMOVED
 from rolloutmq.services.dashboard.stream import encoded_json
 from rolloutmq.services.dashboard.watch import STREAMS_LIMIT, Watch
-from rolloutmq.services.http_server.access import HttpAccess, Refused, bearer
+from rolloutmq.services.http_server.access import HttpAccess, Refused, bearer, split_token
 from rolloutmq.services.http_server.tokens import Holder
 from rolloutmq.services.monitor.profile.latencies import By
 
@@ -156,7 +156,7 @@ class DashboardApp:
             method, handler = self._route(request.path)
             self._admit(request)
             if request.method not in {method, "HEAD" if method == "GET" else method}:
-                raise _RefusalError(405, "method", f"{request.path}: use {method}")
+                raise _RefusalError(405, "method", f"{_shown(request)}: use {method}")
             return await handler(request)
         except _RefusalError as refusal:
             return _error(refusal.status, refusal.code, str(refusal))
@@ -167,7 +167,7 @@ class DashboardApp:
         except ConnectionError:  # the client is gone, and nobody reads an answer
             raise
         except Exception:
-            logger.exception("request failed path=%s", request.path)
+            logger.exception("request failed path=%s", _shown(request))
             return _error(500, "failed", "internal server error; see the log of the dashboard")
 
     def _route(self, path: str) -> tuple[str, Handler]:
@@ -217,14 +217,17 @@ class DashboardApp:
     async def _file(self, request: web.Request, name: str) -> Reply:
         found = await asyncio.to_thread(self._page.find, name)
         if found is None:
-            raise _RefusalError(404, "not_found", f"{request.path}: no such path")
+            raise _RefusalError(404, "not_found", f"{_shown(request)}: no such path")
         headers = {"ETag": found.etag, "Cache-Control": "no-cache"}
         if found.etag in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
         return web.Response(body=found.body, headers={**headers, "Content-Type": found.kind})
 
     async def _nothing(self, request: web.Request) -> Reply:
-        raise _RefusalError(404, "not_found", f"{request.path}: no such path")
+        if split_token(request.path)[0]:
+            reason = "the page takes no token in a path; send `Authorization: Bearer TOKEN`"
+            raise _RefusalError(404, "not_found", f"{_shown(request)}: {reason}")
+        raise _RefusalError(404, "not_found", f"{_shown(request)}: no such path")
 
     async def _session(self, request: web.Request) -> Reply:
         body = await _body(request)
@@ -367,6 +370,11 @@ class DashboardApp:
             ) from None
         logger.info("action name=%s code=%d", name, outcome.code)
         return _json(encoded_json({"ok": outcome.code == 0, "code": outcome.code, "text": outcome.lines}))
+
+
+def _shown(request: web.Request) -> str:
+    """Return the path for errors and the log: without a token that somebody put there."""
+    return split_token(request.path)[1]
 
 
 def _require(denied: Refused | None) -> None:

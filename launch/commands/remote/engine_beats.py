@@ -79,7 +79,9 @@ class Served:
 
         def accepted(data: bytes, layout: RunLayout) -> RunConfig:
             config = accept(data, layout)
-            update = {"host": self.host, "port": self.port, "insecure": self.insecure}
+            # A copy of the configuration names no keys; by these the run's own host knows that servers ask for tokens.
+            allowed = self.insecure or self.has_tokens
+            update = {"host": self.host, "port": self.port, "insecure": allowed}
             section = config.inference.model_copy(update=update)
             run = config.run.model_copy(update=self._certificate())
             return config.model_copy(update={"inference": section, "run": run})

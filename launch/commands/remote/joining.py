@@ -14,6 +14,7 @@ Nothing gives up while the broker is away: the programs wait with their groups, 
 
 import asyncio
 import logging
+import re
 import secrets
 import sys
 from collections.abc import Awaitable, Callable
@@ -40,6 +41,7 @@ from rolloutmq.services.process.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 
+_FAILED_EXIT: Final = re.compile(r"exit code [1-9]")
 RESEND_S: Final = 5.0
 """Time between two looks for groups that ended workers have left."""
 
@@ -111,13 +113,13 @@ def join(joining: Joining) -> int:
 
 
 class CrewFailedError(UsageError):
-    """A program that joined a run of another host was given up."""
+    """A program that joined a run of another host was given up, or failed while it ended."""
 
-    def __init__(self, name: str, reason: str, log: str) -> None:
-        self.name, self.reason, self.log = name, reason, log
+    def __init__(self, name: str, reason: str, log: str, how: str = "was given up") -> None:
+        self.name, self.reason, self.log, self.how = name, reason, log, how
 
     def __str__(self) -> str:
-        return f"{self.name}: was given up: {self.reason}; its log is {self.log}"
+        return f"{self.name}: {self.how}: {self.reason}; its log is {self.log}"
 
 
 class Crew:
@@ -147,7 +149,7 @@ class Crew:
         Raises:
             RunDirInUseError: Another process of this host holds programs of these names.
             ConfigError: The run has another configuration by now, which this host does not accept.
-            CrewFailedError: A program was given up.
+            CrewFailedError: A program was given up, or failed while it ended.
         """
         lock = self._layout.root / f"{self._joining.name}.lock"
         with only_one(lock, f"program of the name {self._joining.name}"):
@@ -177,6 +179,7 @@ class Crew:
             over = self._programs.until(lambda _: self._are_over())
             if not await _first(stop, refreshing, over, self._mirror.changed()):
                 await self._end("asked to end")
+                self._require_orderly_end()
                 return
             if self._mirror.refused is not None:
                 await self._end("the run has another configuration")
@@ -257,6 +260,13 @@ class Crew:
         failed = self._failed()
         if failed:
             raise CrewFailedError(failed[0].name, failed[0].reason, str(self._layout.log(failed[0].name)))
+
+    def _require_orderly_end(self) -> None:
+        """Raise if a program could not do what was left for it to do: its groups may be lost."""
+        for view in self._programs.views().values():
+            if view.phase is Phase.ENDED and _FAILED_EXIT.match(view.reason):
+                log = str(self._layout.log(view.name))
+                raise CrewFailedError(view.name, view.reason, log, "failed while it ended")
 
     @property
     def is_hopeless(self) -> bool:

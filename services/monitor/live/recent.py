@@ -1,10 +1,12 @@
 """The state of a run at once, without waiting for its next events: for `rolloutmq top --once`.
 
 The broker's reply has the queues and the workers. The end of `metrics.jsonl` has the rest: samples of the last seconds,
-steps, findings. Only the end is read, so a long run takes no longer.
+steps, findings. Where steps take minutes, the last ones are far before the end, behind thousands of samples: there the
+lines are searched for them, in blocks and up to a limit, so a long run takes no longer.
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
@@ -22,6 +24,10 @@ from rolloutmq.services.monitor.report.history import decoded, ran_s
 
 END_BYTES: Final = 2 << 20
 """End of the metrics that is read."""
+SEARCHED_BYTES: Final = 64 << 20
+"""Metrics before it that are searched for what lasts."""
+STEPS: Final = 10
+"""Steps that the views take a mean of; with as many, and a point of the evaluation, the search ends."""
 GROUPS_BYTES: Final = 128 << 10
 """End of a log of groups that is read."""
 GROUPS_KEPT: Final = 200
@@ -30,6 +36,16 @@ MOMENTARY_S: Final = 60.0
 _MOMENTARY: Final = frozenset(
     {"host_sample", "gpu_sample", "gpu_absence", "process_sample", "engine_sample", "latency_sample"}
 )
+
+
+_STEPS: Final = (b"step_done", b"batch_settled")
+_EVALUATION: Final = b"evaluation_done"
+_LASTS: Final = re.compile(
+    rb'"kind":"('
+    + b"|".join((*_STEPS, _EVALUATION, b"step_figures", b"curriculum_progress", b"health_finding"))
+    + b')"'
+)
+"""Kinds of events that show the state of now until the next one comes."""
 
 
 class _Head(msgspec.Struct):
@@ -51,15 +67,53 @@ def fill(board: RunState, layout: RunLayout, reply: StatusReply, now: float, wal
     """
     if (ran := ran_s(layout, wall)) is not None:
         board.started_at = now - ran
-    for at, event in _events(end_of(layout.metrics, END_BYTES), wall):
+    for at, event in _events(_read(layout.metrics), wall):
         board.feed(event, now - max(0.0, wall - at))
     board.feed(reply.pressure, now)
     board.total_steps = board.total_steps or reply.total_steps
 
 
-def _events(end: bytes, wall: float) -> Iterator[tuple[float, Event]]:
+def _read(path: Path) -> Iterator[bytes]:
+    """Yield the lines that may count: those before the end that last, and all of the end."""
+    end = end_of(path, END_BYTES)
+    found = [one[1] for one in _LASTS.finditer(end)]
+    steps, points = sum(found.count(kind) for kind in _STEPS), found.count(_EVALUATION)
+    before: list[bytes] = []
+    for block in _blocks_before(path, len(end)):
+        if steps >= STEPS and points:
+            break
+        lasting: list[bytes] = []
+        for one in _LASTS.finditer(block):
+            steps, points = steps + (one[1] in _STEPS), points + (one[1] == _EVALUATION)
+            start, stop = block.rfind(b"\n", 0, one.start()) + 1, block.find(b"\n", one.end())
+            lasting.append(block[start : stop if stop >= 0 else None])
+        before = lasting + before
+    yield from before
+    yield from end.splitlines()
+
+
+def _blocks_before(path: Path, known: int) -> Iterator[bytes]:
+    """Yield blocks of whole lines from the `known` end of a file backwards, up to the limit."""
+    try:
+        with open_regular(path) as file:
+            stop = max(0, file.seek(0, os.SEEK_END) - known)
+            least = max(0, stop - SEARCHED_BYTES)
+            while stop > least:
+                start = max(least, stop - END_BYTES)
+                file.seek(start)
+                block = file.read(stop - start)
+                cut = block.find(b"\n") + 1 if start else 0
+                if start and cut in {0, len(block)}:  # a line longer than a block
+                    return
+                yield block[cut:]
+                stop = start + cut
+    except OSError:
+        return
+
+
+def _events(lines: Iterator[bytes], wall: float) -> Iterator[tuple[float, Event]]:
     """Yield the recorded events that still count; lines that do not decode are passed over."""
-    for line in end.splitlines():
+    for line in lines:
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             head = msgspec.json.decode(line, type=_Head)
             if head.kind == "pressure" or (head.kind in _MOMENTARY and wall - head.t > MOMENTARY_S):

@@ -268,6 +268,11 @@ def test_a_restart_is_for_the_process_that_the_orchestrator_reports(
     assert "restart of sort3-0: kept for a minute, but not confirmed" in capsys.readouterr().err
 
 
+def test_the_first_engine_is_the_launchers(run_dir: Path) -> None:
+    with pytest.raises(UsageError, match=r"^inference: is the first engine, which the launcher runs"):
+        steer.restart(run_dir, "inference")
+
+
 def test_a_worker_that_crashes_before_it_drains_is_told(
     broker: Broker, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -149,7 +149,7 @@ class TrainerApart(Cluster):
         self.trained = RunLayout(self.far.tmp / "joined")
         here = ("--run-dir", f"/tmp/{self.trained.root.name}")
         self.trainer = self.join("trainer", "trainer", *here, role=Role.TRAINER)
-        address = ("--host", self.far.address, "--port", str(ENGINE_PORT), "--insecure")
+        address = ("--host", self.far.address, "--port", str(ENGINE_PORT))
         self.join("engine", "engine", "--name", "far", *here, *address, role=Role.ENGINE)
         self.await_engine()
 

@@ -47,6 +47,16 @@ def test_what_is_no_token_opens_nothing(ended: RunLayout, body: str) -> None:
         assert browser.enter().status == 204
 
 
+def test_no_reply_repeats_a_token_of_the_path(at_ended: Browser) -> None:
+    token = "s3cret-token-of-a-key"
+    answer = at_ended.ask("GET", f"/t/{token}/api/state")
+    assert answer.status == 404
+    assert b"/api/state: the page takes no token in a path; send `Authorization" in answer.body
+    assert token.encode() not in answer.body
+    answer = at_ended.post(f"/t/{token}/api/state", "{}")
+    assert (answer.status, token.encode() in answer.body) == (405, False)
+
+
 @pytest.mark.parametrize("path", [*READS, "/api/events", "/api/dead/g1", "/api/nothing"])
 def test_reading_needs_the_cookie(at_ended: Browser, path: str) -> None:
     name, _, value = at_ended.cookie.partition("=")

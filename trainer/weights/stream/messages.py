@@ -124,12 +124,12 @@ def require_run(offer: Offer, run_id: str) -> None:
         )
 
 
-def require_offer(offer: Offer, limit_bytes: int) -> None:
-    """Check the sizes of an offer before anything is allocated.
+def require_offer(offer: Offer) -> None:
+    """Check an offer before anything is allocated.
 
     Raises:
         MalformedError: A name is too long, or a number is impossible.
-        LimitExceededError: The weights are larger than `limit_bytes`, or their manifest is too large.
+        LimitExceededError: The manifest is too large.
     """
     if not (0 < len(offer.write.encode()) <= NAME_BYTES and len(offer.layout) == 64):
         raise MalformedError("weights: an offer without a write or a layout")
@@ -137,8 +137,6 @@ def require_offer(offer: Offer, limit_bytes: int) -> None:
         raise MalformedError("weights: an offer with an impossible number")
     if offer.manifest_bytes > MANIFEST_LIMIT_BYTES:
         raise LimitExceededError("manifest of offered weights", offer.manifest_bytes, MANIFEST_LIMIT_BYTES)
-    if offer.nbytes > limit_bytes:
-        raise LimitExceededError("bytes of offered weights", offer.nbytes, limit_bytes)
 
 
 def take_limit(nbytes: int) -> int:

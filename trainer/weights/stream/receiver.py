@@ -23,6 +23,7 @@ from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.transport.run_identity import run_id_of
 from rolloutmq.schemas.errors import (
     MalformedError,
+    MissingError,
     WeightsDamagedError,
 )
 from rolloutmq.schemas.files import RunLayout
@@ -137,7 +138,8 @@ class Receiver:
 
     def _take(self, channel: Channel, offer: Offer) -> int:
         require_run(offer, self.run_id)
-        require_offer(offer, self._limit())
+        require_offer(offer)
+        self._require_room(offer)
         known = self._segment is not None and self._segment.layout == offer.layout
         take = Take(manifest=not known, digests=self._told(offer, known=known).tobytes())
         channel.send(Kind.TAKE, msgspec.msgpack.encode(take))
@@ -162,12 +164,20 @@ class Receiver:
             return self._stage.table
         return unknown(0)
 
-    def _limit(self) -> int:
-        """Return the largest weights for which this host has memory: once for the engines, once for the stage."""
+    def _require_room(self, offer: Offer) -> None:
+        """Require memory for the weights, once for the engines and once for the stage, before any is allocated."""
         info = os.statvfs(segment_file.SHM)
-        free = info.f_bavail * info.f_frsize - SPARE_BYTES
-        mine = self._segment.data.size if self._segment is not None else 0
-        return max(free // 2, mine)
+        free, mine = (
+            info.f_bavail * info.f_frsize,
+            self._segment.data.size if self._segment is not None else 0,
+        )
+        needed = 2 * offer.nbytes + SPARE_BYTES
+        if free < needed and offer.nbytes > mine:
+            raise MissingError(
+                f"room in {segment_file.SHM}",
+                f"weights of {offer.nbytes / 1e6:,.1f} MB need {needed / 1e6:,.1f} MB free (got {free / 1e6:,.1f} MB), "
+                "twice themselves and 67 MB for others; enlarge it, in Docker by --shm-size",
+            )
 
     def _have(self) -> Digests:
         """Return the digests of this side: of the stage, or else of the weights."""

@@ -10,10 +10,13 @@ from typing import Final, NamedTuple, TypeVar
 
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
 from rolloutmq.schemas.wire.latency import Hop
+from rolloutmq.schemas.wire.requests import Settle
 from rolloutmq.schemas.wire.tracing import is_sampled
 from rolloutmq.services.broker.journal.format.events import (
     Accepted,
     Dropped,
+    GroupState,
+    Settles,
     TaskEnded,
     TaskSnapshot,
     TaskSubmitted,
@@ -45,7 +48,8 @@ class GroupTrace:
         producer: Producer of the group.
         submitted_at: When its task was submitted, wall-clock seconds; None without a task, or if that is not known.
         parts: Parts of its way, in the order in which they ended.
-        outcome: `committed`, or the state in which it left, with the reason; empty if the events do not say.
+        outcome: `committed`, `filtered` if the trainer took no signal from it, or the state in which it left, with the
+            reason; empty if the events do not say.
     """
 
     header: GroupHeader
@@ -86,6 +90,8 @@ class TraceFollower(HopFollower):
                 self._begin(event)
             case Dropped() if (group := self._groups.get(event.order)) is not None:
                 self._end_as(group, f"{event.state}: {event.reason}")
+            case Settles():
+                self._judge(event.settle)
         super().apply(at, event)
 
     def over(self) -> list[GroupTrace]:
@@ -107,13 +113,20 @@ class TraceFollower(HopFollower):
         if (trace := self._open.get(group.group_id)) is not None:
             trace.outcome = outcome
 
+    def _judge(self, settle: Settle) -> None:
+        """Note what was filtered; after a rewind the same group may be trained."""
+        for outcome, group_ids in ((GroupState.FILTERED.value, settle.filtered), ("", settle.trained)):
+            for group_id in group_ids:
+                if (trace := self._open.get(group_id)) is not None:
+                    trace.outcome = outcome
+
     def _add(self, group: FollowedGroup, hop: Hop, seconds: float) -> None:
         trace = self._open.get(group.group_id)
         if trace is None or hop in {Hop.ROLLOUT, Hop.SEND}:
             return
         trace.parts.append(Part(hop, self._at - max(seconds, 0.0), self._at))
         if hop is Hop.COMMIT:
-            trace.outcome = "committed"
+            trace.outcome = trace.outcome or "committed"
 
     def _forget(self, orders: Iterable[int]) -> None:
         orders = tuple(orders)

@@ -1,6 +1,7 @@
 """Metrics of training: batches, steps, figures, evaluations, curricula, findings, and decisions about scaling. Pure."""
 
 from collections import Counter
+from collections.abc import Mapping
 from math import isfinite
 
 from rolloutmq.schemas.wire.control import ScaleDecision, StepDone
@@ -55,9 +56,9 @@ class TrainingMetrics:
                 self._step = event
                 self._sum("trainer_pull_seconds_total", event.pull_s)
                 self._sum("trainer_step_seconds_total", event.step_s)
+                self._figure(event.extra, now)
             case StepFigures():
-                for name, value in event.figures.items():
-                    self._figures.put(name, value, now)
+                self._figure(event.figures, now)
             case EvaluationDone():
                 self._evaluation = event
                 self._counts["evaluation_points_total",] += 1
@@ -123,6 +124,10 @@ class TrainingMetrics:
         """Add a duration as a process reports it: a counter must neither fall nor become infinite."""
         if isfinite(seconds) and seconds > 0:
             self._sums[name] = self._sums.get(name, 0.0) + seconds
+
+    def _figure(self, figures: Mapping[str, float], now: float) -> None:
+        for name, value in figures.items():
+            self._figures.put(name, value, now)
 
     def _tell_batch(self, families: Families, now: float) -> None:
         if (settled := self._settled) is not None:

@@ -9,7 +9,7 @@ times are those of the trainer.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -109,15 +109,18 @@ class Points:
             values |= self._of_env(f"reward/{scores.env}", scores.env, scores.mean, now)
         yield _point(event.step, event.at, values)
 
-    def _stepped(self, event: StepDone, _now: float) -> Iterator[Point]:
+    def _stepped(self, event: StepDone, now: float) -> Iterator[Point]:
         values = {"train/loss": event.loss, "time/pull_s": event.pull_s, "time/step_s": event.step_s}
-        yield _point(event.step, event.at, values)
+        yield _point(event.step, event.at, values | self._known(event.extra, now))
 
     def _figures(self, event: StepFigures, now: float) -> Iterator[Point]:
-        values: dict[str, float] = {f"figures/{name}": value for name, value in event.figures.items()}
-        values |= {f"figures/{name}": float("nan") for name in event.not_finite}
-        kept = {name: value for name, value in values.items() if self._names.label(name, now) != OTHER}
-        yield _point(event.step, event.at, kept)
+        values = event.figures | dict.fromkeys(event.not_finite, float("nan"))
+        yield _point(event.step, event.at, self._known(values, now))
+
+    def _known(self, figures: Mapping[str, float], now: float) -> dict[str, float]:
+        """Return figures by their names in the tracker, without those beyond the limit."""
+        named = {f"figures/{name}": value for name, value in figures.items()}
+        return {name: value for name, value in named.items() if self._names.label(name, now) != OTHER}
 
     def _evaluated(self, event: EvaluationDone, now: float) -> Iterator[Point]:
         values = dict(_scores("evaluation", event.all))

@@ -160,7 +160,7 @@ class _GroupTree(_Tree):
         }
         if header.task:
             attributes["rolloutmq.task"] = header.task
-        problem = "" if trace.outcome in {"", "committed"} else trace.outcome
+        problem = "" if trace.outcome in {"", "committed", "filtered"} else trace.outcome
         return self.span(ROOT, began_at, ended_at, attributes, parent_id=0, problem=problem)
 
     def parts(self) -> Iterator[Span]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.services.http_server.authority import pair
 
-from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.launch.commands.remote import beats, engine_beats
 from rolloutmq.launch.commands.remote.engine_beats import EngineBeats, Served
@@ -60,6 +60,13 @@ def test_others_reach_it_only_if_it_asks_for_tokens_or_everybody_may() -> None:
     secured = Served("10.0.0.9", has_tokens=True, tls_cert=Path("c"), tls_key=Path("k"))
     assert not secured.is_clear
     assert not Served(has_tokens=True).is_clear
+
+
+def test_an_engine_with_a_key_starts_within_reach_of_others(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    accept = Served("10.0.0.9", has_tokens=True).accepting(lambda _data, _layout: RunConfig())
+    write_json(layout.config, accept(b"", layout))
+    assert load_run(run_dir)[0].inference.host == "10.0.0.9"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.launch.commands.remote.hosts import Hosts, end, hosts_at, wait_until
+from tests.launch.commands.remote.hosts import ENVIRONMENT, Hosts, end, hosts_at, wait_until
 
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.schemas.network.keys import Role
@@ -107,6 +107,20 @@ def test_ctrl_c_and_a_drain_end_the_workers_in_order_too(tmp_path: Path, number:
         assert "abandoned=0" in log.splitlines()[-2], log
         assert end(broker) == 0
         assert not read_ledger(hosts.layout.root).problems
+
+
+def test_a_worker_that_fails_while_it_ends_fails_the_command(hosts: Hosts) -> None:
+    fails = "try:\n            await asyncio.sleep(1e6)\n        finally:\n            os._exit(1)"
+    code = ENVIRONMENT.replace("await asyncio.sleep(self.pause_s)", fails).replace(
+        "asyncio\n", "asyncio, os\n", 1
+    )
+    (hosts.code / "env.py").write_text(code)
+    broker = hosts.broker()
+    joined = hosts.start(*join(hosts, "--grace", "1"))
+    wait_until(lambda: (one := hosts.workers().get("own-far.0")) and one.in_hand, "a rollout in hand")
+    assert end(joined) == 1
+    assert "own-far.0: failed while it ended: exit code 1" in hosts.log()
+    assert end(broker) == 0
 
 
 def test_a_second_signal_kills_the_workers(tmp_path: Path) -> None:

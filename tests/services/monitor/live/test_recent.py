@@ -13,6 +13,7 @@ from rolloutmq.schemas.files import DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.statistics.histogram import HistogramBuilder
 from rolloutmq.schemas.wire.control import Pressure, StatusReply, StepDone
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
+from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
 from rolloutmq.schemas.wire.telemetry import HostSample
 from rolloutmq.services.monitor.live import recent
@@ -55,6 +56,15 @@ def reply(make_pressure: Callable[..., Pressure]) -> StatusReply:
     )
 
 
+@pytest.fixture
+def evaluation() -> EvaluationDone:
+    version = PolicyVersion(0, 3)
+    scores = EnvironmentScores(tasks=1, answered=1, greedy=0.5)
+    return EvaluationDone(
+        run="r", id="p", at=0.0, version=version, oldest=version, newest=version, all=scores, environments={}
+    )
+
+
 def filled(layout: RunLayout, reply: StatusReply) -> RunState:
     board = RunState.of(RunConfig(environment={"sort3": EnvironmentConfig(entry="a:B")}))
     fill(board, layout, reply, NOW, WALL)
@@ -85,13 +95,51 @@ def test_samples_of_the_last_minute_and_all_steps_count(
     assert [one.groups for one in board.latencies.percentiles(NOW).values()] == [1]
 
 
-def test_only_the_end_of_a_long_record_is_read(
-    layout: RunLayout, reply: StatusReply, make_step: Callable[..., StepDone], monkeypatch: pytest.MonkeyPatch
+def test_the_search_for_steps_ends_with_as_many_as_are_shown(
+    layout: RunLayout,
+    reply: StatusReply,
+    make_step: Callable[..., StepDone],
+    evaluation: EvaluationDone,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lines = [line(make_step(step, float(step)), 100.0 - step) for step in range(1, 30)]
-    layout.metrics.write_bytes(b"".join(lines))
-    monkeypatch.setattr(recent, "END_BYTES", 5 * len(lines[-1]))
-    assert 3 <= len(filled(layout, reply).rewards()) <= 5
+    steps = [line(make_step(step, float(step)), 100.0 - step) for step in range(1, 30)]
+    layout.metrics.write_bytes(line(evaluation, 200.0) + b"".join(steps) + line(evaluation, 1.0))
+    monkeypatch.setattr(recent, "END_BYTES", 5 * len(steps[-1]))
+    rewards = filled(layout, reply).rewards()
+    assert 10 <= len(rewards) <= 15
+    assert rewards[-1] == 29.0
+
+
+@pytest.mark.parametrize("searched", [100, 1 << 20])
+def test_the_last_step_and_evaluation_are_found_behind_many_samples(
+    layout: RunLayout,
+    reply: StatusReply,
+    make_step: Callable[..., StepDone],
+    evaluation: EvaluationDone,
+    searched: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    samples = b"".join(line(host(1), 50.0 - at / 10) for at in range(500))
+    lasting = [line(make_step(3, 0.25), 400.0), line(evaluation, 300.0), line(make_step(4, 0.75), 200.0)]
+    layout.metrics.write_bytes(samples.join([b"", *lasting, b""]))
+    monkeypatch.setattr(recent, "END_BYTES", 4 << 10)
+    monkeypatch.setattr(recent, "SEARCHED_BYTES", searched * 1000)
+    board = filled(layout, reply)
+    if searched > 100:
+        assert (board.rewards(), board.evaluation) == ([0.25, 0.75], evaluation)
+    else:
+        assert (board.rewards(), board.evaluation) == ([0.75], None)
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"\n", b"x" * 5000, b"\n" + b"x" * 5000 + b"\n", b'"kind":"step_done"' * 900]
+)
+def test_what_is_no_record_shows_nothing(
+    layout: RunLayout, reply: StatusReply, text: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout.metrics.write_bytes(text)
+    monkeypatch.setattr(recent, "END_BYTES", 1000)
+    assert filled(layout, reply).rewards() == []
 
 
 def test_a_run_without_files_has_what_the_broker_says(layout: RunLayout, reply: StatusReply) -> None:

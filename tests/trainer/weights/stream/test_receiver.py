@@ -22,6 +22,7 @@ from rolloutmq.schemas.config.trainer import LoraConfig
 from rolloutmq.schemas.errors import (
     LimitExceededError,
     MalformedError,
+    MissingError,
     RolloutMQError,
     SegmentInUseError,
     WeightsDamagedError,
@@ -406,7 +407,11 @@ def test_an_honest_transfer_of_these_frames_is_taken(truth: WeightSegment, host:
 
 Lie = tuple[str, type[RolloutMQError], str]
 LIES: list[Lie] = [
-    ("huge", LimitExceededError, "bytes of offered weights: above the limit"),
+    (
+        "huge",
+        MissingError,
+        r"room in /dev/shm is missing: weights of .* need .* MB free .*--shm-size",
+    ),
     ("huge manifest", LimitExceededError, "manifest of offered weights"),
     ("negative", MalformedError, "impossible number"),
     ("nameless", MalformedError, "without a write"),

@@ -81,6 +81,20 @@ def test_a_dropped_group_ends_with_its_reason(made: Handmade) -> None:
     assert [part.hop for part in trace.parts] == [Hop.ROLLOUT, Hop.SEND]
 
 
+def test_a_filtered_group_is_told_from_a_trained_one(made: Handmade) -> None:
+    lease = made.lease([1, 2])
+    traces = over(
+        TraceFollower(1.0),
+        (1003.0, made.accept(1)),
+        (1003.0, made.accept(2)),
+        (1004.0, lease),
+        (1004.0, pulled(lease)),
+        (1008.0, settles(lease, "g1", filtered=("g2",))),
+        (1009.0, Committed(TRAINER, version(1))),
+    )
+    assert {trace.header.group_id: trace.outcome for trace in traces} == {"g1": "committed", "g2": "filtered"}
+
+
 def test_only_sampled_groups_are_followed(made: Handmade) -> None:
     follower = TraceFollower(0.5)
     events: list[tuple[float, AnyEvent]] = []

@@ -45,6 +45,11 @@ def test_the_newest_figures_are_shown_and_bounded() -> None:
     assert sum(name == "figure" for name, _ in page) == FIGURES
 
 
+def test_figures_of_a_step_are_shown_like_logged_ones() -> None:
+    page = read(metrics_of([step(1, extra={"entropy": 1.5}), step(2, extra={"entropy": 1.25})]))
+    assert page[key("figure", name="entropy")] == 1.25
+
+
 def test_scores_of_an_evaluation() -> None:
     page = read(metrics_of([evaluation(5), evaluation(10, mean=0.875)]))
     assert page[key("evaluation_score", env="math", score="mean")] == 0.875

@@ -40,6 +40,12 @@ def test_the_two_reports_of_a_step_do_not_name_one_figure_twice() -> None:
     assert trainer.values == {"train/loss": 0.25, "time/pull_s": 0.5, "time/step_s": 1.5}
 
 
+def test_figures_of_a_step_have_the_names_of_logged_ones() -> None:
+    (point,) = points_of(step(3, extra={"entropy": 1.5, "grad_norm": 0.25}))
+    assert point.values["figures/entropy"] == 1.5
+    assert point.values["figures/grad_norm"] == 0.25
+
+
 def test_figures_that_are_not_finite_stay_as_gaps() -> None:
     event = StepFigures(run="run", incarnation=0, step=2, at=0.0, figures={"kl": 0.5}, not_finite=("grad",))
     (point,) = points_of(event)

@@ -87,8 +87,9 @@ def test_ids_are_those_of_the_group(trace: GroupTrace) -> None:
     assert 0 < once[0].span_id < 1 << 64
 
 
-def test_a_committed_group_without_a_task_has_no_problem(trace: GroupTrace) -> None:
-    trace.submitted_at, trace.outcome = None, "committed"
+@pytest.mark.parametrize("outcome", ["committed", "filtered"])
+def test_a_settled_group_without_a_task_has_no_problem(trace: GroupTrace, outcome: str) -> None:
+    trace.submitted_at, trace.outcome = None, outcome
     spans = spans_of(trace, "run")
     assert [span.name for span in spans] == ["group", "rollout", "send", "queue"]
     assert spans[0].problem == ""
