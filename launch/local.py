@@ -38,7 +38,7 @@ from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.preflight.hub import fetch, sources_of
 from rolloutmq.launch.results import conclude
-from rolloutmq.launch.rundir import END_SIGNAL, CrashNotes, claimed, clear, living, trim_journal
+from rolloutmq.launch.rundir import END_SIGNAL, CrashNotes, claimed, clear, trim_journal
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import OutputFailedError, WireError
 from rolloutmq.schemas.files import EndNotice, RunLayout
@@ -62,6 +62,7 @@ from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor
 from rolloutmq.services.orchestrator.supervision.worker_table import env_of
 from rolloutmq.services.process.child import end_marked
 from rolloutmq.services.process.logbook import LogLimits, Rotation
+from rolloutmq.services.process.run_lives import living
 from rolloutmq.services.process.runner import Stop
 
 logger = logging.getLogger(__name__)

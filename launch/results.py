@@ -27,11 +27,9 @@ from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.launch.end_notice import failure_reports
-from rolloutmq.launch.rundir import ended_lives
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
 from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
-from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.printable import printable_lines, shell_word
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.schemas.wire.envelope import Split
@@ -47,6 +45,7 @@ from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
 from rolloutmq.services.monitor.report.bias_table import table, verdict_line
 from rolloutmq.services.monitor.report.evaluation import Evaluations
+from rolloutmq.services.monitor.report.history import lives_at
 from rolloutmq.services.monitor.report.metrics import Metrics, read_metrics
 from rolloutmq.services.monitor.report.plot import bound_text, write_report
 from rolloutmq.services.monitor.report.summary import (
@@ -303,14 +302,6 @@ def _command(config: RunConfig, layout: RunLayout) -> str:
     return f"up CONFIG --run-dir {root} --resume"
 
 
-def _lives(layout: RunLayout) -> list[Life]:
-    """Return the lives of a run, each with its end; that of a run that goes on ends now."""
-    if fate_of(layout).life is RunLiveness.LIVING:
-        now = time.time()
-        return [Life(life.began, now if life.ended is None else life.ended) for life in read_lives(layout)]
-    return ended_lives(layout)
-
-
 def _end(layout: RunLayout) -> tuple[str, float | None]:
     """Return why a run ended, and its duration if the summary has it.
 
@@ -383,7 +374,7 @@ def summary_now(config: RunConfig, layout: RunLayout) -> dict[str, Any]:
         config,
         saved_ids=lambda _: records.saved,
         wall_s=wall_s,
-        lives=_lives(layout),
+        lives=lives_at(layout, time.time()),
         ledger=records.ledger,
         as_of=records.as_of,
         seen=records.seen,
@@ -412,7 +403,7 @@ def _summary(
         config,
         saved_ids=lambda _: records.saved,
         wall_s=wall_s,
-        lives=_lives(layout),
+        lives=lives_at(layout, time.time()),
         ledger=records.ledger,
         as_of=records.as_of,
         seen=records.seen,

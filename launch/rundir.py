@@ -22,12 +22,11 @@ import msgspec
 from rolloutmq.bus.engine_registry import forget_engines
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_fd, require_private
 from rolloutmq.bus.producer.spool_file import require_own_spools
-from rolloutmq.bus.rundir import read_json, read_lives, usable, write_json
+from rolloutmq.bus.rundir import read_json, usable, write_json
 from rolloutmq.bus.shm.segment_file import sweep
 from rolloutmq.bus.transport.bindings import bindings, claim
 from rolloutmq.schemas.errors import MissingError, RolloutMQError, RunDirInUseError
 from rolloutmq.schemas.files import EndNotice, RunLayout, ServiceCrash
-from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.printable import shell_word
 from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.services.inference.vllm import socket_dir
@@ -104,27 +103,6 @@ def _forget_servers(layout: RunLayout) -> None:
     """Remove the addresses of an earlier life's servers: workers wait for those of this life before they roll out."""
     forget_engines(layout)
     layout.teacher.unlink(missing_ok=True)
-
-
-@contextmanager
-def living(layout: RunLayout) -> Iterator[None]:
-    """Record a life of the run: the block, in a claimed directory."""
-    before = ended_lives(layout)
-    life = Life(time.time())
-    write_json(layout.lives, [*before, life])
-    try:
-        yield
-    finally:
-        write_json(layout.lives, [*before, Life(life.began, time.time())])
-
-
-def ended_lives(layout: RunLayout) -> list[Life]:
-    """Return the lives of a run without a launcher. One that was killed lasted until it last wrote of itself."""
-    written = [path.stat().st_mtime for path in (layout.metrics, layout.trained) if path.exists()]
-    return [
-        life if life.ended is not None else Life(life.began, max([life.began, *written]))
-        for life in read_lives(layout)
-    ]
 
 
 def require_run(root: Path) -> None:

@@ -3,7 +3,7 @@
 config.json          resolved configuration                             written by the launcher
 hub.json             models and data sets of a hub, with commits         launcher
 run.json             owner of the run directory (ProcessIdentity)       launcher
-lives.json           start and end of each life of the run (list of Life)    launcher
+lives.json           start and end of each life of the run (list of Life)    launcher; without one the broker
 identity.json        id of the run, the same in all its lives             broker; on another host whoever joins
 ending.json          what the end of the run waits for                  launcher, while an end lasts
 crashes.json         services that crashed in a row, and why             launcher, while it lives

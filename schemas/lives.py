@@ -1,4 +1,4 @@
-"""The lives of a run: from the start of each launcher to the end of its last process. Pure.
+"""The lives of a run: from the start of each launcher, or broker without one, to the end of its last process. Pure.
 
 A resumed run has several. The time between two of them is no time of the run: nothing rolled out, trained or evaluated.
 """
@@ -13,7 +13,7 @@ class Life(msgspec.Struct, frozen=True):
     """One entry of `lives.json`. Times are wall clock.
 
     Attributes:
-        began: Start of the launcher.
+        began: Start of the launcher, or of the broker.
         ended: End of its last process; None while it runs, or if it was killed.
     """
 

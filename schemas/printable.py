@@ -1,39 +1,71 @@
-"""Printable text: control characters are shown instead of obeyed.
+"""Printable text: hidden characters are shown instead of obeyed.
 
 Names, ids, hosts and reasons come from peers, and the output of an environment from its own code. A newline in them
 forges a line of a log, and an escape sequence moves the cursor, changes what a terminal shows, or types for its user.
+A character without width makes two names look alike.
 In a notebook, markup would do the same: there everything is text, in a table of bounded size.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from itertools import islice
 from shlex import quote
 from typing import Final
 
-_CONTROLS: Final = (*range(0x20), *range(0x7F, 0xA0))
-_ORDERS: Final = (0x061C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
-"""Line separators, and marks that reverse the order of what is shown."""
-_SURROGATES: Final = range(0xD800, 0xE000)
-"""Halves of characters, which no encoding has; `surrogateescape` makes them of bytes that are no UTF-8."""
-_NAMED: Final = {0x09: "\\t", 0x0A: "\\n", 0x0D: "\\r"}
-_ESCAPES: Final = {code: f"\\u{code:04x}" for code in (*_CONTROLS, *_ORDERS, *_SURROGATES)} | _NAMED
-"""The escapes are those of JSON: text that was valid JSON before still is."""
+HIDDEN: Final = (
+    (0x0000, 0x001F),  # control characters
+    (0x007F, 0x009F),
+    (0x00AD, 0x00AD),  # soft hyphen
+    (0x034F, 0x034F),  # joiner of graphemes
+    (0x061C, 0x061C),  # Arabic letter mark
+    (0x115F, 0x1160),  # fillers
+    (0x17B4, 0x17B5),
+    (0x180B, 0x180F),  # Mongolian selectors
+    (0x200B, 0x200F),  # without width, or of the direction
+    (0x2028, 0x202E),  # separators of lines, and directions
+    (0x2060, 0x206F),
+    (0x3164, 0x3164),  # fillers
+    (0xFEFF, 0xFEFF),  # byte order mark
+    (0xFFA0, 0xFFA0),
+    (0xFFF0, 0xFFFB),  # interlinear marks
+    (0xD800, 0xDFFF),  # halves of characters; `surrogateescape` makes them of bytes that are no UTF-8
+    (0xE0000, 0xE0FFF),  # tags, and selectors beyond the common ones
+)
+"""Ranges of characters that act on what shows them, or hide in it; the page's `visible.js` has the same."""
+_NAMED: Final = {"\t": "\\t", "\n": "\\n", "\r": "\\r"}
 HTML_ROWS: Final = 10
 """Most rows of a table in a notebook."""
 HTML_CHARS: Final = 200
 """Longest text of a cell in a notebook."""
-_ESCAPES_IN_LINES: Final = {code: text for code, text in _ESCAPES.items() if code not in {0x09, 0x0A}}
+
+
+def _class(ranges: Iterable[tuple[int, int]]) -> re.Pattern[str]:
+    return re.compile("[" + "".join(rf"\U{low:08x}-\U{high:08x}" for low, high in ranges) + "]")
+
+
+_ANY: Final = _class(HIDDEN)
+_BUT_LINES: Final = _class(((0x00, 0x08), (0x0B, 0x1F), *HIDDEN[1:]))
+"""Without newline and tab."""
 
 
 def printable(text: str) -> str:
-    """Return text as one line without control characters, in valid UTF-8."""
-    return text if text.isascii() and text.isprintable() else text.translate(_ESCAPES)
+    """Return text as one line without hidden characters, in valid UTF-8."""
+    return text if text.isascii() and text.isprintable() else _ANY.sub(_escape, text)
 
 
 def printable_lines(text: str) -> str:
-    """Return text with its newlines and tabs, and without other control characters, in valid UTF-8."""
-    return text.translate(_ESCAPES_IN_LINES)
+    """Return text with its newlines and tabs, and without other hidden characters, in valid UTF-8."""
+    return _BUT_LINES.sub(_escape, text)
+
+
+def _escape(found: re.Match[str]) -> str:
+    """Return the escape of JSON: text that was valid JSON before still is."""
+    code = ord(found[0])
+    if code > 0xFFFF:  # JSON names its two halves
+        code -= 0x10000
+        return f"\\u{0xD800 + (code >> 10):04x}\\u{0xDC00 + (code & 0x3FF):04x}"
+    return _NAMED.get(found[0], f"\\u{code:04x}")
 
 
 def error_text(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from rolloutmq.schemas.errors import MissingError, install_remedy
+from rolloutmq.schemas.printable import printable
 
 INK: Final = "#1f2933"
 QUIET: Final = "#7b8794"
@@ -15,6 +16,8 @@ AMBER: Final = "#f6ad55"
 BROWN: Final = "#b7791f"
 RED: Final = "#c53030"
 PALE_RED: Final = "#fbd5d5"
+NAME_LIMIT: Final = 40
+"""Characters of a name in a picture."""
 
 
 def blank(width_in: float, height_in: float, dpi: int) -> Any:
@@ -42,3 +45,9 @@ def dress(panel: Any, label_size: float = 7.0) -> None:
         panel.spines[side].set_visible(False)
     panel.spines["bottom"].set_color(GRID)
     panel.tick_params(colors=QUIET, labelsize=label_size, length=0)
+
+
+def name_text(name: str) -> str:
+    """Return a name as matplotlib shows it: `$` would begin a formula, and a leading `_` hides a label."""
+    text = printable(name)[:NAME_LIMIT].replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text

@@ -104,6 +104,12 @@ class Series:
         while len(self._rows) > self.limit:
             self._widen(version)
 
+    def cut(self, column: str, least: float) -> None:
+        """Remove the last rows in which the value of a column is at least `least`; for readers of the whole series."""
+        at = list(self._columns).index(column)
+        while self._rows and self._rows[-1].cells[at].value >= least:
+            del self._rows[-1]
+
     def since(self, version: int) -> Change | None:
         """Return what changed after a version; None if nothing did."""
         if version < self._whole_since:

@@ -65,6 +65,7 @@ from rolloutmq.services.broker.replay.recording import Recording
 from rolloutmq.services.broker.snapshots import memory_snapshot
 from rolloutmq.services.process.descriptors import raise_descriptor_limit
 from rolloutmq.services.process.latency_publisher import own_host
+from rolloutmq.services.process.run_lives import has_launcher, living
 from rolloutmq.services.process.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
@@ -159,6 +160,8 @@ def _started(
     """Start a broker that ends with `stack`. OSError: the file system refuses a file of the run directory."""
     require_own_records(layout)  # before the claim, which writes its lock
     epoch = stack.enter_context(claim(layout))
+    if not has_launcher(layout):
+        stack.enter_context(living(layout))
     previous = _previous_endpoints(layout)
     run_id = made_run_id(layout)
     addresses = stack.enter_context(bindings(layout))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.services.broker.journal.other_versions import listing
 
-from rolloutmq.bus.rundir import load_run, read_lives, read_run, write_json
+from rolloutmq.bus.rundir import load_run, read_run, write_json
 from rolloutmq.launch import rundir
 from rolloutmq.launch.commands import steer
 from rolloutmq.launch.settings import load, prepare_service
@@ -22,7 +22,6 @@ from rolloutmq.schemas.errors import (
     UnusablePathError,
 )
 from rolloutmq.schemas.files import Endpoints, RunLayout
-from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role
 from rolloutmq.services.process.child import spawn
 from rolloutmq.services.process.identity import boot_id, identify
@@ -51,25 +50,6 @@ def test_the_second_owner_is_refused_though_the_lock_file_was_deleted(run_dir: P
         ):
             raise AssertionError("claimed twice")
         assert rundir.owner(RunLayout(run_dir)) is not None
-
-
-def test_each_life_of_a_run_is_recorded_and_a_killed_one_lasts_until_its_last_word(run_dir: Path) -> None:
-    layout = RunLayout(run_dir)
-    with rundir.living(layout):
-        (present,) = read_lives(layout)
-        assert present.ended is None
-    (first,) = read_lives(layout)
-    assert first.began == present.began
-    assert first.ended is not None
-    assert first.ended >= first.began
-    write_json(layout.lives, [first, Life(first.ended + 10.0)])  # its launcher was killed
-    layout.metrics.touch()
-    os.utime(layout.metrics, (0.0, first.ended + 25.0))
-    with rundir.living(layout):
-        assert read_lives(layout)[1] == Life(first.ended + 10.0, first.ended + 25.0)
-    assert len(read_lives(layout)) == 3
-    layout.lives.write_text("{torn")
-    assert read_lives(layout) == ()
 
 
 def test_a_resumed_run_forgets_the_servers_of_its_earlier_life(run_dir: Path) -> None:

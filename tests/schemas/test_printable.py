@@ -1,11 +1,14 @@
 import json
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from rolloutmq.schemas import printable as printable_module
 from rolloutmq.schemas.printable import (
+    HIDDEN,
     HTML_CHARS,
     HTML_ROWS,
     error_line,
@@ -29,6 +32,8 @@ FORGED = "x\n2026-01-01 00:00:00.000 INFO broker all is well"
         ("\x7f\x9b31m", r"\u007f\u009b31m"),
         ("\u2028\u202e\u2066", r"\u2028\u202e\u2066"),
         ("a\ud83d\udcff", r"a\ud83d\udcff"),
+        ("a\u200b\u200d\u2060\ufeff\u00ad\u3164", r"a\u200b\u200d\u2060\ufeff\u00ad\u3164"),
+        ("tag\U000e0041", r"tag\udb40\udc41"),
     ],
 )
 def test_a_line_shows_what_would_have_been_obeyed(text: str, shown: str) -> None:
@@ -40,10 +45,25 @@ def test_lines_keep_newlines_and_tabs_alone() -> None:
 
 
 def test_json_stays_json() -> None:
-    value = {"name": "\x7f\x9b\u202e\n\x1b"}
+    value = {"name": "\x7f\x9b\u202e\n\x1b\u200b\U000e0041"}
     shown = printable_lines(json.dumps(value, ensure_ascii=False, indent=1))
     assert json.loads(shown) == value
     assert shown.isascii()
+
+
+def test_the_page_hides_nothing_else() -> None:
+    """`visible.js` has the same ranges, of which it shows the names."""
+    script = Path(printable_module.__file__).parent.parent / "services/dashboard/page/script/text/visible.js"
+    (found,) = re.findall(r"HIDDEN = new RegExp\((.*?), \"gu\"\)", script.read_text(), re.DOTALL)
+    texts = "".join(re.findall(r'"([^"]*)"', found)).replace("\\\\", "\\")
+    codes = r"\\u(?:\{([0-9a-f]+)\}|([0-9a-f]{4}))"
+    ranges = re.findall(rf"{codes}(?:-{codes})?", texts)
+    of_page = [(int(a or b, 16), int(c or d or a or b, 16)) for a, b, c, d in ranges]
+    assert _points(of_page) == _points(HIDDEN)
+
+
+def _points(ranges: Iterable[tuple[int, int]]) -> set[int]:
+    return {code for low, high in ranges for code in range(low, high + 1)}
 
 
 class LackingError(Exception):

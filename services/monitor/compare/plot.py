@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from rolloutmq.bus.files import private_file
-from rolloutmq.schemas.printable import printable
 from rolloutmq.services.monitor.compare.compared_run import ComparedRun, Points
 from rolloutmq.services.monitor.compare.table import names
 from rolloutmq.services.monitor.report.plot import COLOURS, SMOOTHED_STEPS, smoothed
-from rolloutmq.services.plotting import INK, QUIET, blank, dress
+from rolloutmq.services.plotting import INK, QUIET, blank, dress, name_text
 
 WIDTH_PX: Final = 1500
 HEIGHT_PX: Final = 1050
@@ -21,7 +20,6 @@ POINTS: Final = 1500
 """Most points of a line: as many as the picture has columns."""
 STYLES: Final = ("-", "--", ":", "-.")
 """Styles of the lines, for runs beyond the number of colours."""
-NAME_LIMIT: Final = 40
 
 
 def draw(runs: Sequence[ComparedRun], to: Path) -> None:
@@ -78,13 +76,7 @@ def _legend(figure: Any, labels: Sequence[str]) -> None:
     from matplotlib.lines import Line2D
 
     lines = [Line2D([], [], linewidth=1.6, **_look(number)) for number in range(len(labels))]
-    shown = [_label(label) for label in labels]
+    shown = [name_text(label) for label in labels]
     figure.legend(
         lines, shown, loc="upper left", bbox_to_anchor=(0.05, 0.985), ncol=4, fontsize=7, frameon=False
     )
-
-
-def _label(name: str) -> str:
-    """Return a name as matplotlib shows it: `$` would begin a formula, and a leading `_` hides a label."""
-    text = printable(name)[:NAME_LIMIT].replace("$", r"\$")
-    return f" {text}" if text.startswith("_") else text

@@ -19,8 +19,8 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from rolloutmq.bus.encoding import codec, topics
-from rolloutmq.bus.rundir import read_run
-from rolloutmq.bus.transport.event_feed import EventFeed
+from rolloutmq.bus.rundir import read_lives, read_run
+from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import OutputFailedError, RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
@@ -455,21 +455,33 @@ async def _until_over(
 
 
 async def _over(layout: RunLayout, board: RunState) -> Fate:
-    """Wait until the run has neither launcher nor broker. Received events outweigh the files of the run directory."""
+    """Wait until the run has neither launcher nor broker. Received events outweigh the files of the run directory.
+
+    A broker that was started by hand and has recorded its end is over at once; one that was killed is told, and may be
+    started again meanwhile.
+    """
     absent_at = time.monotonic()
     while True:
-        fate = fate_of(layout)
+        fate, now = fate_of(layout), time.monotonic()
         is_killed = fate.life is RunLiveness.DEAD and not fate.elsewhere
-        board.notice = fate.say(layout) if is_killed else ""
+        is_absent = fate.life is RunLiveness.ABSENT
+        is_quiet = board.pressure is None or board.silent_s(now) > 0.0
+        is_gone = is_absent and is_quiet and endpoints_of(layout) is not None
+        board.notice = fate.say(layout) if is_killed or is_gone else ""
         # What `down` has put away since did not end in order; a new launcher starts over.
         board.is_dead = is_killed or (board.is_dead and fate.life is not RunLiveness.LIVING)
-        now = time.monotonic()
-        if fate.life is not RunLiveness.ABSENT and not fate.by_hand:
+        if not (is_absent or fate.by_hand):
             absent_at = now
-        is_quiet = board.pressure is None or board.silent_s(now) > 0.0
-        is_left = (fate.life is RunLiveness.ABSENT or fate.by_hand) and now - absent_at > GONE_S
+        is_left = (is_absent or fate.by_hand) and now - absent_at > GONE_S
         is_dead = fate.life is RunLiveness.DEAD and not fate.broker
-        has_ended = fate.life is RunLiveness.ENDED and not (fate.by_hand and board.pressure is not None)
-        if has_ended or ((is_left or is_dead) and is_quiet):
+        if _has_ended(layout, fate, board) or ((is_left or is_dead) and is_quiet):
             return fate
         await asyncio.sleep(LOOK_S)
+
+
+def _has_ended(layout: RunLayout, fate: Fate, board: RunState) -> bool:
+    """Return whether a run ended in order: a broker by hand that was heard has recorded its end."""
+    if fate.life is not RunLiveness.ENDED:
+        return False
+    lives = read_lives(layout) if fate.by_hand else ()
+    return not fate.by_hand or board.pressure is None or bool(lives and lives[-1].ended is not None)

@@ -20,13 +20,15 @@ import msgspec
 from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.rundir import read_lives
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.lives import seconds_of
+from rolloutmq.schemas.lives import Life, seconds_of
 from rolloutmq.schemas.wire.control import StepDone
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress
 from rolloutmq.schemas.wire.training import BatchSettled, StepFigures
+from rolloutmq.services.monitor.liveness import RunLiveness, fate_of
 from rolloutmq.services.monitor.report.waited import WaitedLives
+from rolloutmq.services.process.run_lives import ended_lives, last_written
 
 Recalled = StepDone | BatchSettled | StepFigures | EvaluationDone | HealthFinding | CurriculumProgress
 """Events of the history."""
@@ -117,17 +119,25 @@ def _with_nan(line: _Line) -> dict[str, Any]:
     return {"loss": nan if line.loss is None else line.loss, "extra": extra}
 
 
-def ran_s(layout: RunLayout, wall: float) -> float | None:
-    """Return the seconds that a run has run, its lives together; None if nothing of it has been recorded.
+def lives_at(layout: RunLayout, wall: float) -> list[Life]:
+    """Return the lives of a run, each with its end; that of a run that goes on ends at `wall`. Blocks on the disk.
 
-    A run without a launcher has no lives: its broker began when it wrote its address.
+    A run of another host has no record of its lives here: it counts from when its address was written.
     """
-    if lives := read_lives(layout):
-        return seconds_of(lives, wall)
-    try:
-        return max(0.0, wall - layout.endpoints.stat().st_mtime)
-    except OSError:
-        return None
+    fate = fate_of(layout)
+    goes_on = fate.life is RunLiveness.LIVING or (fate.broker and not fate.elsewhere)
+    lives = ended_lives(layout) if not goes_on else [*read_lives(layout)]
+    if not lives:
+        with contextlib.suppress(OSError):
+            lives = [Life(layout.endpoints.stat().st_mtime)]
+    end = wall if goes_on else last_written(layout)
+    return [life if life.ended is not None else Life(life.began, max(life.began, end)) for life in lives]
+
+
+def ran_s(layout: RunLayout, wall: float) -> float | None:
+    """Return the seconds that a run has run, its lives together; None if nothing of it has been recorded."""
+    lives = lives_at(layout, wall)
+    return seconds_of(lives, wall) if lives else None
 
 
 class History(NamedTuple):

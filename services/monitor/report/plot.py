@@ -32,6 +32,7 @@ from rolloutmq.services.plotting import (
     VIOLET,
     blank,
     dress,
+    name_text,
 )
 
 _Series = tuple[list[float], list[float]]
@@ -94,7 +95,9 @@ def _start(metrics: Metrics, log: TrainerLog) -> float:
 
 
 def _title(figure: Any, config: RunConfig, summary: dict[str, Any]) -> None:
-    figure.text(0.085, 0.96, config.run.name, fontsize=13, fontweight="bold", color=INK, va="center")
+    figure.text(
+        0.085, 0.96, name_text(config.run.name), fontsize=13, fontweight="bold", color=INK, va="center"
+    )
     figure.text(0.085, 0.92, key_figures(summary), fontsize=7.5, color=QUIET, va="center")
 
 
@@ -217,7 +220,7 @@ def _learning(panel: Any, metrics: Metrics, start: float) -> None:
         values = smoothed(curve.values, max(1, SMOOTHED_STEPS // curve.steps_per_point))
         low, high = min(values), max(values)
         scaled = [(value - low) / (high - low) if high > low else 0.5 for value in values]
-        label = f"{name} {values[0]:.3g} to {values[-1]:.3g}"
+        label = f"{name_text(name)} {values[0]:.3g} to {values[-1]:.3g}"
         panel.plot([t - start for t in curve.times], scaled, color=colour, linewidth=1.1, label=label)
     panel.set_ylim(-0.08, 1.08)
     panel.tick_params(left=False, labelleft=False)
@@ -237,7 +240,9 @@ def _marks(panels: Sequence[Any], metrics: Metrics, log: TrainerLog, start: floa
             panel.axvline(mark.t - start, color=colour, linewidth=0.8, alpha=0.55, zorder=1)
         # Alternate two heights, so that the labels of neighbouring marks do not overlap.
         place = (mark.t - start, top * (0.97 - 0.14 * (index % 2)))
-        panels[-1].annotate(f" {mark.worker} {mark.kind}", place, fontsize=6, color=colour, va="top")
+        panels[-1].annotate(
+            f" {name_text(mark.worker)} {mark.kind}", place, fontsize=6, color=colour, va="top"
+        )
     for at in log.resumed_at:
         for panel in panels:
             panel.axvline(at - start, color=INK, linewidth=0.8, alpha=0.5, linestyle=(0, (2, 2)))

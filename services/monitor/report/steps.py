@@ -4,8 +4,9 @@ A resumed trainer takes steps again, in a new incarnation. Its first step voids 
 broker's log of settled batches does. A step whose lease was lost is logged again by whoever takes it: the last value
 counts.
 
-The memory is bounded: only the last steps can be voided, `STEPS_KEPT` of them and `POINTS_KEPT` values of figures.
-What is older is folded into sums and thinned courses, and a trainer that goes back further leaves it counted.
+The memory is bounded: the last steps are kept as they are, `STEPS_KEPT` of them and `POINTS_KEPT` values of figures.
+What is older is folded into sums of ever more steps and into thinned courses. A trainer that goes back further voids it
+as well: exact while a sum is of one step, else to within the steps of one sum.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,8 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.monitor.report.figure_course import FigureCourse, FigurePoint
 
 STEPS_KEPT: Final = 16_384
+SUMS_KEPT: Final = 16_384
+"""Most sums of tokens of folded steps."""
 POINTS_KEPT: Final = 32_768
 NAMES_LIMIT: Final = 64
 """Most figures; further names are left out."""
@@ -43,19 +46,60 @@ class _Figures:
         return 1 + len(self.points)
 
 
+class FoldedTokens:
+    """Tokens of early steps: sums of as many consecutive steps, which double whenever there are too many sums.
+
+    Args:
+        limit: Most sums.
+    """
+
+    def __init__(self, limit: int = SUMS_KEPT) -> None:
+        self._limit = limit
+        self._width = 1
+        self._sums: dict[int, int] = {}
+        self._highest = 0
+
+    def add(self, step: int, tokens: int) -> None:
+        """Take the tokens of a step."""
+        self._highest = max(self._highest, step)
+        self._sums[step // self._width] = self._sums.get(step // self._width, 0) + tokens
+        while len(self._sums) > self._limit:
+            self._width *= 2
+            joined: dict[int, int] = {}
+            for number, value in self._sums.items():
+                joined[number // 2] = joined.get(number // 2, 0) + value
+            self._sums = joined
+
+    def void(self, step: int) -> None:
+        """Forget the tokens from a step on; those of a sum that begins before it by the part of its steps."""
+        if step > self._highest:
+            return
+        cut, begin = step // self._width, step // self._width * self._width
+        part = self._sums.get(cut, 0)
+        self._sums = {number: value for number, value in self._sums.items() if number < cut}
+        if step > begin:
+            steps = min(self._highest + 1, begin + self._width) - max(begin, 1)
+            self._sums[cut] = part * (step - max(begin, 1)) // steps
+        self._highest = step - 1
+
+    def total(self) -> int:
+        """Return the tokens of all steps."""
+        return sum(self._sums.values())
+
+
 class StepRecord:
     """Steps by policy version: each once, as its trainer reported it, or else as the broker did.
 
     Args:
-        steps_kept: Most steps that can be voided.
-        points_kept: Most values of figures that can be voided.
+        steps_kept: Most steps that are kept as they are.
+        points_kept: Most values of figures that are.
     """
 
     def __init__(self, steps_kept: int = STEPS_KEPT, points_kept: int = POINTS_KEPT) -> None:
         self._steps_kept = steps_kept
         self._points_kept = points_kept
         self._steps: dict[PolicyVersion, _Step] = {}
-        self._older_tokens = 0
+        self._older_tokens = FoldedTokens()
         self._figures: dict[int, _Figures] = {}
         self._points = 0
         self._courses: dict[str, FigureCourse] = {}
@@ -101,7 +145,7 @@ class StepRecord:
         self._steps[version] = step
         if len(self._steps) > self._steps_kept:
             for oldest in list(islice(self._steps, 1 + self._steps_kept // 4)):
-                self._older_tokens += self._steps.pop(oldest).tokens
+                self._older_tokens.add(oldest.step, self._steps.pop(oldest).tokens)
 
     def _fold_figures(self) -> None:
         """Fold the figures of the lowest steps, until there is room for a quarter."""
@@ -120,6 +164,9 @@ class StepRecord:
         """Return whether a step counts. The first of an incarnation voids the steps of earlier ones from there on."""
         if version.incarnation > self._fork.incarnation:
             self._fork = version
+            self._older_tokens.void(version.step)
+            for course in self._courses.values():
+                course.void(version.step)
             for void in [one for one in self._steps if self._is_void(one)]:
                 del self._steps[void]
             for step, known in list(self._figures.items()):
@@ -136,7 +183,7 @@ class StepRecord:
     @property
     def tokens(self) -> int:
         """Tokens of all steps."""
-        return self._older_tokens + sum(step.tokens for step in self._steps.values())
+        return self._older_tokens.total() + sum(step.tokens for step in self._steps.values())
 
     def figures(self) -> dict[str, FigureCourse]:
         """Return the course of each figure that has a value; the names in the order of their arrival."""

@@ -291,7 +291,7 @@ def summarise(
         config: Configuration of the run; gives the staleness bounds that nobody changed.
         saved_ids: Reads the ids of the groups the broker still has.
         wall_s: Duration of the run in seconds, for one without lives. Default: the span of the recorded events.
-        lives: Lives of the run, each with its end; none if no launcher started it.
+        lives: Lives of the run, each with its end; none if nobody recorded them.
         ledger: The broker's ledger, if the trainer wrote no log; it then supplies the counts of groups.
         as_of: Time at which a running broker's records were read, wall-clock seconds: it has what was accepted since.
         seen: Series of `metrics.jsonl`. Default: they are read.

@@ -76,6 +76,7 @@ from rolloutmq.services.orchestrator.autoscaling import decision_log
 from rolloutmq.services.orchestrator.supervision.supervisor import identities_of
 from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.logbook import LogLimits, last_lines, rotate
+from rolloutmq.services.process.run_lives import ended_lives
 from rolloutmq.services.telemetry.recorder import Recorder
 from rolloutmq.services.telemetry.server import processes_of
 from rolloutmq.trainer import checkpoint
@@ -362,7 +363,7 @@ TABLE: Final = (
     Readers("hub.json", (), (sources_of,)),
     Readers("run.json", (), (fate_of, lambda one: fate_of(one).say(one))),
     Readers("run.json", JSON, (rundir.owner,)),
-    Readers("lives.json", (), (read_lives, rundir.ended_lives)),
+    Readers("lives.json", (), (read_lives, ended_lives)),
     Readers("ending.json", (), (rundir.end_waits,)),
     Readers("crashes.json", (), (lambda one: record_view.problem(one, 0.0, 0.0),)),
     Readers("processes.json", (), (fate_of, processes_of, lambda one: identities_of(one.processes))),

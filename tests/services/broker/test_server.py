@@ -23,7 +23,7 @@ from tests.services.broker.journal.other_versions import OTHERS, as_version, lis
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.producer.client import Producer
-from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.rundir import read_lives, write_json
 from rolloutmq.bus.transport import endpoint, sockets
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
 from rolloutmq.bus.transport.request_client import BlockingClient
@@ -42,7 +42,7 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.group import Group
-from rolloutmq.schemas.process import PERMANENT_FAILURE
+from rolloutmq.schemas.process import PERMANENT_FAILURE, Role
 from rolloutmq.schemas.wire.control import GetStatus, Pressure, Requeue, Requeued, Shutdown, StatusReply
 from rolloutmq.schemas.wire.envelope import PROTOCOL_VERSION, Envelope, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import (
@@ -69,6 +69,7 @@ from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.journal.disk import Disk
 from rolloutmq.services.broker.journal.format.records import FILE_HEADER_BYTES, RECORD_MAGIC, VERSION
 from rolloutmq.services.broker.server import Broker, running_broker
+from rolloutmq.services.process.identity import identify
 
 LIMIT_S = 60.0
 _R = TypeVar("_R")
@@ -223,6 +224,20 @@ def test_endpoints_are_said_while_it_lives_and_no_longer(layout: RunLayout) -> N
     assert [path.name for path in layout.sockets.iterdir()] == ["lock"]
     with running_broker(_config(), layout) as broker:
         assert broker.endpoints.epoch > first
+
+
+def test_a_broker_without_a_launcher_records_its_lives(layout: RunLayout) -> None:
+    for number in (1, 2):
+        with running_broker(_config(), layout):
+            assert len(read_lives(layout)) == number
+            assert read_lives(layout)[-1].ended is None
+        assert all(life.ended is not None for life in read_lives(layout))
+
+
+def test_a_broker_of_a_launcher_leaves_the_lives_to_it(layout: RunLayout) -> None:
+    write_json(layout.owner, identify("up", Role.LAUNCHER, os.getpid(), "token"))
+    with running_broker(_config(), layout):
+        assert read_lives(layout) == ()
 
 
 def test_second_broker_in_the_run_directory_is_refused(layout: RunLayout) -> None:

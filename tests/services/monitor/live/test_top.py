@@ -4,6 +4,8 @@ import asyncio
 import io
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +20,8 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.shm.segment_file import SegmentOwner
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import RunLayout, SentAddress, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.files import Endpoints, RunLayout, SentAddress, Supervision, Target, WorkerRecord
+from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.process import Role
 from rolloutmq.schemas.wire.control import Pressure, ScaleDecision, StepDone, WorkerStatus
 from rolloutmq.services.monitor.live import top
@@ -204,6 +207,46 @@ async def test_watching_ends_with_the_run(plain: RunLayout) -> None:
     plain.owner.unlink()
     fate = await asyncio.wait_for(watching, 10)
     assert fate == Fate(RunLiveness.ENDED, reason="interrupted by SIGINT")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_watching_ends_at_once_with_a_broker_that_was_started_by_hand(
+    plain: RunLayout, make_pressure: Callable[..., Pressure], ended: bool
+) -> None:
+    """It waited ten seconds, in which another broker might start; the recorded end says that none will."""
+    board = RunState.of(CONFIG)
+    board.feed(make_pressure(), time.monotonic())
+    plain.settled.touch()
+    write_json(plain.lives, [Life(1.0, 2.0 if ended else None)])
+    assert fate_of(plain).by_hand
+    watching = asyncio.create_task(top._over(plain, board))
+    if ended:
+        assert (await asyncio.wait_for(watching, top.GONE_S)).by_hand
+        return
+    for _ in range(50):
+        await asyncio.sleep(0.0)
+    assert not watching.done(), "its files say that it ended, and it was heard"
+    watching.cancel()
+    await asyncio.wait({watching})
+
+
+@pytest.fixture
+def gone() -> int:
+    """The id of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as child:
+        child.wait()
+    return child.pid
+
+
+async def test_a_killed_broker_that_was_started_by_hand_is_told_at_once(plain: RunLayout, gone: int) -> None:
+    write_json(plain.endpoints, Endpoints(ingest="", serve="", events="", publish="", pid=gone, epoch=1))
+    board = RunState.of(CONFIG)
+    watching = asyncio.create_task(top._over(plain, board))
+    await asyncio.sleep(0.0)
+    assert not watching.done()
+    assert f"its process {gone} has ended" in board.notice
+    watching.cancel()
+    await asyncio.wait({watching})
 
 
 async def test_a_dead_run_that_still_speaks_is_shown_with_a_notice(

@@ -2,7 +2,11 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +15,13 @@ from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.lives import Life
+from rolloutmq.schemas.process import ProcessIdentity, Role
 from rolloutmq.schemas.wire.control import Pressure, StepDone
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.monitor.report import history
-from rolloutmq.services.monitor.report.history import events, ran_s, read_history
+from rolloutmq.services.monitor.report.history import events, lives_at, ran_s, read_history
+from rolloutmq.services.process.identity import boot_id
 from rolloutmq.services.telemetry.recorder import line_of
 
 MakeStep = Callable[..., StepDone]
@@ -43,14 +49,62 @@ def test_events_of_training_are_read_as_they_were_told(
     assert finding == (3.0, found("collapse"))
 
 
+def run_on_broker(layout: RunLayout, pid: int) -> None:
+    write_json(layout.endpoints, Endpoints(ingest="", serve="", events="", publish="", pid=pid, epoch=1))
+
+
+def wrote(path: Path, at: float) -> None:
+    path.write_text("{}\n")
+    os.utime(path, (0.0, at))
+
+
+@pytest.fixture
+def gone() -> int:
+    """The id of a process that has ended."""
+    with subprocess.Popen([sys.executable, "-S", "-c", ""]) as child:
+        child.wait()
+    return child.pid
+
+
 def test_the_time_of_a_run_is_that_of_its_lives(layout: RunLayout) -> None:
     assert ran_s(layout, 100.0) is None
-    addresses = Endpoints(ingest="", serve="", events="", publish="", pid=1, epoch=1)
-    write_json(layout.endpoints, addresses)
-    began = layout.endpoints.stat().st_mtime
-    assert ran_s(layout, began + 7.0) == pytest.approx(7.0)
+    run_on_broker(layout, os.getpid())
     write_json(layout.lives, [Life(10.0, 30.0), Life(50.0)])
     assert ran_s(layout, 60.0) == 30.0
+
+
+def test_a_run_whose_broker_was_killed_ran_until_its_last_word(layout: RunLayout, gone: int) -> None:
+    run_on_broker(layout, gone)
+    write_json(layout.lives, [Life(10.0, 30.0), Life(50.0)])
+    assert ran_s(layout, 1000.0) == 20.0, "it wrote nothing since"
+    wrote(layout.metrics, 62.0)
+    wrote(layout.settled, 61.0)
+    assert ran_s(layout, 1000.0) == ran_s(layout, 2000.0) == 32.0
+    assert lives_at(layout, 2000.0) == [Life(10.0, 30.0), Life(50.0, 62.0)]
+
+
+def test_a_run_whose_launcher_was_killed_ran_until_its_last_word(layout: RunLayout, gone: int) -> None:
+    write_json(layout.lives, [Life(10.0)])
+    write_json(
+        layout.owner,
+        ProcessIdentity(
+            name="up", role=Role.LAUNCHER, pid=gone, start_ticks=1, boot_id=boot_id(), marker="t"
+        ),
+    )
+    wrote(layout.metrics, 15.0)
+    assert ran_s(layout, 1000.0) == 5.0
+    run_on_broker(layout, os.getpid())
+    assert ran_s(layout, 1000.0) == 990.0, "its broker goes on"
+
+
+def test_without_lives_a_run_counts_from_its_address(layout: RunLayout, gone: int) -> None:
+    run_on_broker(layout, os.getpid())
+    began = layout.endpoints.stat().st_mtime
+    assert ran_s(layout, began + 7.0) == pytest.approx(7.0)
+    run_on_broker(layout, gone)
+    began = layout.endpoints.stat().st_mtime
+    wrote(layout.metrics, began + 3.0)
+    assert ran_s(layout, began + 700.0) == pytest.approx(3.0)
 
 
 def test_a_file_without_events_is_an_empty_history(layout: RunLayout) -> None:

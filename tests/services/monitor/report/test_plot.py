@@ -87,6 +87,19 @@ def test_picture_of_a_run(run_dir: Path) -> None:
     assert layout.report.stat().st_size > empty.report.stat().st_size + 5000
 
 
+def test_names_of_a_foreign_record_are_text(run_dir: Path) -> None:
+    """A `$` began a formula, which may have no end: then there was no picture."""
+    layout = RunLayout(run_dir)
+    name = "$x_{$\u200b_"
+    lines = [
+        {"t": 1.0, "kind": "step_done", "step": 1, "loss": 1.0, "extra": {name: 1.0, "_hidden": 2.0}},
+        {"t": 2.0, "kind": "pressure", "workers": [{"worker": name, "state": "failed", "pid": 1}]},
+    ]
+    layout.metrics.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    write_report(layout, CONFIG, SUMMARY, run_dir / "report.png")
+    assert size_of(run_dir / "report.png") == (WIDTH_PX, HEIGHT_PX)
+
+
 def test_run_that_never_began_has_a_picture_too(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
 

@@ -2,7 +2,7 @@
 
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.services.monitor.report.figure_course import FigurePoint
-from rolloutmq.services.monitor.report.steps import NAMES_LIMIT, StepRecord
+from rolloutmq.services.monitor.report.steps import NAMES_LIMIT, FoldedTokens, StepRecord
 
 
 def live(record: StepRecord, incarnation: int, first: int, last: int, t: float) -> None:
@@ -101,3 +101,49 @@ def test_steps_without_figures_and_names_without_end_are_bounded() -> None:
         record.logged(PolicyVersion(0, step), float(step), {f"name-{step}": 1.0})
     assert len(record._figures) <= 400
     assert len(record.figures()) == NAMES_LIMIT
+
+
+def test_a_resume_beyond_the_last_steps_counts_each_step_once() -> None:
+    record = StepRecord(steps_kept=100, points_kept=400)
+    for life, first in ((0, 1), (1, 501)):
+        for step in range(first, 1001):
+            record.logged(PolicyVersion(life, step), 1000.0 * life + step, {"loss": float(life)})
+            record.settled(PolicyVersion(life, step), 7)
+    assert record.tokens == 7 * 1000
+    course = record.figures()["loss"]
+    assert course.ends() == (0.0, 1.0)
+    times, values, _ = course.curve()
+    assert [value for t, value in zip(times, values, strict=True) if 501.0 <= t <= 1000.0] == []
+
+
+def test_a_resume_at_the_beginning_forgets_all() -> None:
+    record = StepRecord(steps_kept=100, points_kept=400)
+    live(record, 0, 1, 1000, t=0.0)
+    live(record, 1, 1, 20, t=2000.0)
+    assert record.tokens == 10 * 20
+    assert record.figures()["loss"].ends() == (1.0, 1.0)
+
+
+def test_the_means_of_a_life_that_was_rewound_far_are_those_of_what_is_left() -> None:
+    record = StepRecord(steps_kept=100, points_kept=400)
+    for step in range(1, 1001):
+        record.logged(PolicyVersion(0, step), float(step), {"loss": float(step)})
+        record.settled(PolicyVersion(0, step), 1)
+    record.logged(PolicyVersion(1, 401), 2000.0, {"loss": 401.0})
+    record.settled(PolicyVersion(1, 401), 1)
+    assert record.tokens == 401
+    assert record.figures()["loss"].ends() == (25.5, 376.5)
+
+
+def test_folded_tokens_are_voided_to_within_one_sum() -> None:
+    folded = FoldedTokens(limit=16)
+    for step in range(1, 1001):
+        folded.add(step, 7)
+    assert folded.total() == 7 * 1000
+    assert len(folded._sums) <= 16
+    folded.void(2000)
+    assert folded.total() == 7 * 1000
+    folded.void(501)
+    assert folded.total() == 7 * 500
+    folded.void(1)
+    assert folded.total() == 0

@@ -8,7 +8,8 @@ const NAMES = ["NUL", "SOH", "STX", "ETX", "EOT", "ENQ", "ACK", "BEL", "BS", "TA
   "DLE", "DC1", "DC2", "DC3", "DC4", "NAK", "SYN", "ETB", "CAN", "EM", "SUB", "ESC", "FS", "GS", "RS", "US"];
 
 // C0 and C1 controls, soft hyphen, Arabic letter mark, fillers, zero widths and direction marks, separators of lines,
-// variation selectors beyond the common ones, interlinear marks, tags, and surrogates without a partner.
+// variation selectors beyond the common ones, interlinear marks, tags, and surrogates without a partner. Terminal and
+// pictures show the same ones as escapes: `HIDDEN` of schemas/printable.py.
 const HIDDEN = new RegExp(
   "[\\u0000-\\u001f\\u007f-\\u009f\\u00ad\\u034f\\u061c\\u115f\\u1160\\u17b4\\u17b5\\u180b-\\u180f\\u200b-\\u200f" +
   "\\u2028-\\u202e\\u2060-\\u206f\\u3164\\ufeff\\uffa0\\ufff0-\\ufffb\\u{e0000}-\\u{e0fff}\\ud800-\\udfff]", "gu");
