@@ -221,6 +221,7 @@ def _why(reply: StatusReply, also: RunDetails) -> str:
         has_workers=also.has_workers,
         trainers=trouble(reply.pressure, reply.total_steps, is_own=also.is_own_trainer),
         crew=_counts(reply, also.crew),
+        engines=network.engine_trouble(reply.network),
     )
 
 
