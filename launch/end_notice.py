@@ -4,8 +4,10 @@ The processes end group by group. Those of the present group are named with what
 which they are killed.
 """
 
+import asyncio
 import re
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from textwrap import indent
 from typing import Final
@@ -13,9 +15,13 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.transport.request_client import BrokerClient
+from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import Role
-from rolloutmq.schemas.wire.control import WorkerStatus
+from rolloutmq.schemas.wire.control import GetStatus, StatusReply, WorkerStatus
+from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase, ProcessView
 from rolloutmq.services.worker.user_code.failures import UserFailure
 
@@ -29,12 +35,42 @@ DOES: Final[Mapping[Role, str]] = {
     Role.BROKER: "saves the queued groups",
     Role.TELEMETRY: "records the end",
 }
+JOINED_S: Final = 20.0
+"""Longest wait for the engines and relays of other hosts, as for the run's own. They hear of it within a second."""
+JOINED_LOOK_S: Final = 0.2
+ANSWER_S: Final = 2.0
+SILENT_S: Final = 5.0
+"""Silence of one of them from which nobody waits for it."""
 _PASSED_ON: Final = re.compile(
     r"(?:orchestrator|curriculum): exit code \d+: error: (environment\..*)", re.DOTALL
 )
 """Reason of a process that ended because an environment failed."""
 _OWN: Final = re.compile(r"environment\.[^:]+: (?!all workers failed;).*", re.DOTALL)
 """Reason of the environment itself, inside it."""
+
+
+async def until_joined_end(layout: RunLayout, is_killed: Callable[[], bool]) -> None:
+    """Wait until the engines and relays of other hosts have ended, at most `JOINED_S`, or until this run is killed."""
+    found = endpoints_of(layout)
+    if found is None:
+        return
+    until = time.monotonic() + JOINED_S
+    async with BrokerClient(found.serve) as client:
+        while not is_killed() and time.monotonic() < until:
+            try:
+                reply = await client.request(GetStatus(), ANSWER_S)
+            except RolloutMQError:
+                return
+            network = reply.network if isinstance(reply, StatusReply) else None
+            if network is None or not _living(network):
+                return
+            await asyncio.sleep(JOINED_LOOK_S)
+
+
+def _living(network: NetworkStatus) -> list[str]:
+    """Return the engines and relays of other hosts that are heard."""
+    engines = [one.name for one in network.engines if one.silent_s <= SILENT_S]
+    return engines + [one.name for one in network.relays if one.silent_s <= SILENT_S]
 
 
 def end_notice(

@@ -33,7 +33,7 @@ from rolloutmq.bus.files import private_fd
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.event_feed import EventFeed
-from rolloutmq.launch.end_notice import cause_of, end_notice, failure_report
+from rolloutmq.launch.end_notice import cause_of, end_notice, failure_report, until_joined_end
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight.checks import check
 from rolloutmq.launch.preflight.hub import fetch, sources_of
@@ -210,7 +210,7 @@ class Launcher:
         )
         self._crashes = CrashNotes(layout)
         self._roles: dict[str, Role] = {}
-        self._killed = False
+        self._killed = self._is_over = False
 
     async def run(self) -> Ending:
         """Start, watch and end the run, and report its result; the second signal kills everything at once."""
@@ -313,6 +313,8 @@ class Launcher:
         }
         telling = asyncio.create_task(self._tell_end(grace_s), name="end notice")
         for roles in STOP_ORDER:
+            if Role.BROKER in roles:
+                await self._release_joined()
             names = [name for name, role in self._roles.items() if role in roles]
             await self._supervisor.stop(names, term_ladder(max(grace_s[role] for role in roles)), reason)
         telling.cancel()
@@ -325,9 +327,20 @@ class Launcher:
         while True:
             views, board = self._supervisor.views().values(), self._view.board
             board.notice = end_notice(views, board.workers(), grace_s, drain_s, time.monotonic())
-            with contextlib.suppress(OSError):  # a full disk must not keep the run from its end
-                write_json(self._layout.ending, EndNotice(board.notice))
+            self._write_notice()
             await asyncio.sleep(END_AGAIN_S)
+
+    async def _release_joined(self) -> None:
+        """Let the engines and relays of other hosts end, before the broker does."""
+        if not self._config.broker.listen:
+            return
+        self._is_over = True
+        self._write_notice()
+        await until_joined_end(self._layout, lambda: self._killed)
+
+    def _write_notice(self) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not keep the run from its end
+            write_json(self._layout.ending, EndNotice(self._view.board.notice, self._is_over))
 
     def _kill(self) -> None:
         """Kill everything now, but let the broker save its queues; `run` notices and continues from there."""

@@ -337,6 +337,8 @@ class EndNotice(msgspec.Struct, frozen=True):
     """`ending.json`: what the end of the run waits for, as one line."""
 
     text: str
+    over: bool = False
+    """Nothing of the run needs an engine or its weights any more: those of other hosts may end."""
 
 
 class ServiceCrash(msgspec.Struct, frozen=True):

@@ -6,16 +6,15 @@ orderly way. Calls during shutdown have a time limit, because the broker may be 
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
-from rolloutmq.bus.transport.endpoint import resolve_blocking
-from rolloutmq.bus.transport.keys.bundle import keys_of
-from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.bus.transport.route import RunPublisher
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, WaitTimeoutError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
@@ -87,7 +86,7 @@ class BrokerClient(Protocol):
 class BusBrokerClient:
     """The client of a real broker. For the main thread."""
 
-    def __init__(self, consumer: BlockingConsumer, events: Publisher, pull_wait_s: float) -> None:
+    def __init__(self, consumer: BlockingConsumer, events: RunPublisher, pull_wait_s: float) -> None:
         self._consumer = consumer
         self._events = events
         self._pull_wait_s = pull_wait_s
@@ -169,6 +168,5 @@ def connect(
         resume=resume,
     )
     with joining as consumer, ExitStack() as stack:
-        found = resolve_blocking(run_dir)
-        events = stack.enter_context(Publisher(found.publish, keys=keys_of(found)))
+        events = stack.enter_context(closing(RunPublisher(RunLayout(run_dir))))
         yield BusBrokerClient(consumer, events, config.pull_wait_s)

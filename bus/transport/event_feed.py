@@ -1,53 +1,36 @@
 """The event feed: a subscription that follows the broker of a run, for the recorder and the views.
 
-A restarted broker may have another address in `endpoints.json`; the feed checks that file once a second and reconnects.
-It may be opened before the broker starts. Events published while it reconnects are lost. A process without free
-descriptors keeps its connection, and tries again a second later.
+A restarted broker may have another address, and the file of a key another key; the feed checks both once a second and
+reconnects. It may be opened before the broker starts. Events published while it reconnects are lost. A process without
+free descriptors keeps its connection, and tries again a second later.
 """
 
 import asyncio
-import errno
 import logging
 import time
 from collections.abc import Iterable
 from types import TracebackType
 from typing import Final, Self
 
-import msgspec
 import zmq
 
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.bus.rundir import FILE_POLL_S, read_json
-from rolloutmq.bus.transport.keys.bundle import keys_of
+from rolloutmq.bus.rundir import FILE_POLL_S
 from rolloutmq.bus.transport.pubsub import Published, Subscriber
-from rolloutmq.schemas.files import Endpoints, RunLayout
+from rolloutmq.bus.transport.route import Route, is_short
+from rolloutmq.schemas.files import RunLayout
 
 logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 1.0
-"""Time between two checks of the broker's address."""
-_SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS})
-"""Wants of the machine or of this process, which pass."""
-
-
-def is_short(error: OSError | zmq.ZMQError) -> bool:
-    """Return whether descriptors or memory are used up for now: a later try may succeed."""
-    return error.errno in _SHORT
-
-
-def endpoints_of(layout: RunLayout) -> Endpoints | None:
-    """Return the endpoints of a run's broker, or None if it has not published them."""
-    try:
-        return read_json(layout.endpoints, Endpoints)
-    except (msgspec.DecodeError, NotADirectoryError):
-        return None
+"""Time between two checks of the way to the broker."""
 
 
 class EventFeed:
     """Subscription to topics of a run: `async with EventFeed(layout, topics) as feed`. For one task at a time."""
 
     def __init__(self, layout: RunLayout, topics: Iterable[bytes]) -> None:
-        self._layout = layout
+        self._route = Route(layout, lambda endpoints: endpoints.events)
         self._topics = tuple(topics)
         self._subscriber: Subscriber | None = None
         self._look_at = 0.0
@@ -95,13 +78,10 @@ class EventFeed:
         return self._subscriber
 
     async def _follow(self) -> None:
-        endpoints = endpoints_of(self._layout)
-        if endpoints is not None and (
-            self._subscriber is None or self._subscriber.address != endpoints.events
-        ):
-            fresh = await Subscriber(endpoints.events, self._topics, keys=keys_of(endpoints)).__aenter__()
+        if (way := self._route.other()) is not None:
+            fresh = await Subscriber(way.address, self._topics, keys=way.keys).__aenter__()
             self._close()
-            self._subscriber = fresh
+            self._route.taken, self._subscriber = way, fresh
 
     def _close(self) -> None:
         if self._subscriber is not None:

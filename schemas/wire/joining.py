@@ -137,6 +137,7 @@ class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
         tokens_digest: BLAKE2b of `tokens`; empty if the asker did not ask for them, or has another role than `engine`.
         tokens: Hashes of the tokens that a server of the asker accepts; none if the asker has them.
         run_id: Id of the run. With another one than before, what the asker has of the run is of an earlier one.
+        over: The run ends, and needs no engine or relay any more.
     """
 
     epoch: Count
@@ -149,6 +150,7 @@ class RunReply(Message, tag="run_reply", frozen=True, kw_only=True):
     tokens_digest: Annotated[str, Meta(max_length=64)] = ""
     tokens: Annotated[tuple[HttpToken, ...], Meta(max_length=TOKENS_LIMIT)] = ()
     run_id: RunId = ""
+    over: bool = False
 
 
 class GetFile(Message, tag="get_file", frozen=True, kw_only=True):

@@ -20,9 +20,7 @@ from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.tasks.client import Task, TaskClient
-from rolloutmq.bus.transport.event_feed import endpoints_of
-from rolloutmq.bus.transport.keys.bundle import keys_of
-from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.bus.transport.route import RunPublisher
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import EnvironmentFailedError, TasksFullError
 from rolloutmq.schemas.files import RunLayout
@@ -192,27 +190,18 @@ class Reports:
     def __init__(self, layout: RunLayout) -> None:
         self._layout = layout
         self._known: dict[str, CurriculumProgress] = {}
-        self._publisher: Publisher | None = None
-        self._address = ""
+        self._publisher = RunPublisher(layout)
 
     def tell(self, curriculum: Curriculum) -> None:
         """Publish the progress of one curriculum; an event is lost while the broker is away."""
         progress = progress_of(curriculum, time.time())
         self._known[progress.env] = progress
         write_json(self._layout.curriculum, [self._known[env] for env in sorted(self._known)])
-        endpoints = endpoints_of(self._layout)
-        if endpoints is not None and endpoints.publish != self._address:
-            self.close()
-            self._address = endpoints.publish
-            self._publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))
-        if self._publisher is not None:
-            self._publisher.publish(topics.telemetry("curriculum", progress.env), progress)
+        self._publisher.publish(topics.telemetry("curriculum", progress.env), progress)
 
     def close(self) -> None:
         """Close the socket."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        self._publisher.close()
 
 
 def progress_of(curriculum: Curriculum, now: float) -> CurriculumProgress:

@@ -10,15 +10,13 @@ import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.bus.transport.event_feed import endpoints_of
-from rolloutmq.bus.transport.keys.bundle import keys_of
-from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.bus.transport.route import RunPublisher
 from rolloutmq.schemas.config.run import TelemetryConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.process.latency_recorder import LatencyRecorder
@@ -67,44 +65,35 @@ class LatencyPublisher:
 
     def __init__(self, recorder: LatencyRecorder, layout: RunLayout) -> None:
         self._recorder = recorder
-        self._layout = layout
-        self._address = ""
         self._throttle = LogThrottle()
-        self._publisher: Publisher | None = None
+        self._publisher = RunPublisher(layout)
 
     async def run(self, interval_s: float) -> None:
         """Publish a sample each interval until cancelled."""
         while True:
-            self._connect()  # ahead of the first sample: one sent before a connection stands is lost
+            self._try(
+                self._publisher.follow
+            )  # ahead of the first sample: one sent before a connection stands is lost
             await asyncio.sleep(interval_s)
             self.publish()
 
     def publish(self) -> None:
-        """Publish what was measured since the last sample, or drop it while there is no broker. Does not block.
-
-        An error is logged and costs the sample: the process measures beside its work.
-        """
-        try:
-            self._connect()
-            for sample in self._recorder.samples(time.time()):
-                if self._publisher is not None:
-                    self._publisher.publish(topics.telemetry("latency", sample.name), sample)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the work goes on
-            if self._throttle.is_due(str(error), time.monotonic()):
-                logger.warning("latencies not published error=%s", error)
+        """Publish what was measured since the last sample, or drop it while there is no broker. Does not block."""
+        self._try(self._publish)
 
     def close(self) -> None:
         """Publish the last sample and close the connection; it has half a second to leave."""
         self.publish()
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        self._publisher.close()
 
-    def _connect(self) -> None:
-        endpoints = endpoints_of(self._layout)
-        if endpoints is None or endpoints.publish == self._address:
-            return
-        if self._publisher is not None:
-            self._publisher.close()
-        self._address, self._publisher = endpoints.publish, None
-        self._publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))
+    def _publish(self) -> None:
+        for sample in self._recorder.samples(time.time()):
+            self._publisher.publish(topics.telemetry("latency", sample.name), sample)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """Log an error, which costs the sample: the process measures beside its work."""
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the work goes on
+            if self._throttle.is_due(str(error), time.monotonic()):
+                logger.warning("latencies not published error=%s", error)

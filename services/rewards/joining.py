@@ -12,9 +12,7 @@ from typing import Any
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.files import PRIVATE_DIRECTORY
-from rolloutmq.bus.transport.event_feed import endpoints_of
-from rolloutmq.bus.transport.keys.bundle import keys_of
-from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.bus.transport.route import RunPublisher
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.rewards.ensemble import Ensemble, FindingLog
@@ -67,29 +65,15 @@ class FindingOutlet:
     """
 
     def __init__(self, layout: RunLayout) -> None:
-        self._layout = layout
-        self._address = ""
-        self._publisher: Publisher | None = None
+        self._publisher = RunPublisher(layout)
         self._log = FindingLog()
-        self._connect()
+        self._publisher.follow()
 
     def tell(self, finding: HealthFinding) -> None:
         """Log a finding and publish it."""
         self._log.tell(finding)
-        self._connect()
-        if self._publisher is not None:
-            self._publisher.publish(topics.telemetry("health", finding.env), finding)
-
-    def _connect(self) -> None:
-        endpoints = endpoints_of(self._layout)
-        if endpoints is None or endpoints.publish == self._address:
-            return
-        self.close()
-        self._address = endpoints.publish
-        self._publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))
+        self._publisher.publish(topics.telemetry("health", finding.env), finding)
 
     def close(self) -> None:
         """Close the connection; the last findings have half a second to leave."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        self._publisher.close()

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
-import zmq
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.engine_registry import EngineWatch, engines_of
 from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, read_json
-from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
-from rolloutmq.bus.transport.keys.bundle import keys_of
-from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.bus.transport.event_feed import EventFeed
+from rolloutmq.bus.transport.route import RunPublisher
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity
@@ -139,34 +137,16 @@ Round = Callable[[float], Awaitable[list[TelemetryEvent]]]
 """Samples of one moment; the argument is the wall clock."""
 
 
-class _Outlet:
-    """The connection of one task to the broker of the run, wherever that is now."""
+async def _publish(publisher: RunPublisher, sample: Round) -> None:
+    """Publish one round of samples, if there is a broker.
 
-    def __init__(self, layout: RunLayout) -> None:
-        self._layout = layout
-        self._publisher: Publisher | None = None
-        self._address = ""
-
-    async def publish(self, sample: Round) -> None:
-        """Publish one round of samples, if there is a broker.
-
-        Raises:
-            OSError, zmq.ZMQError: The broker cannot be looked for or reached, or the samples cannot be taken.
-        """
-        endpoints = endpoints_of(self._layout)
-        if endpoints is not None and endpoints.publish != self._address:
-            fresh = Publisher(endpoints.publish, keys=keys_of(endpoints))
-            self.close()
-            self._address, self._publisher = endpoints.publish, fresh
-        if self._publisher is not None:
-            for event in await sample(time.time()):
-                self._publisher.publish(topic_of(event), event)
-
-    def close(self) -> None:
-        """Close the connection."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+    Raises:
+        OSError: The samples cannot be taken.
+    """
+    publisher.follow()
+    if publisher.is_open:
+        for event in await sample(time.time()):
+            publisher.publish(topic_of(event), event)
 
 
 class Telemetry:
@@ -194,12 +174,12 @@ class Telemetry:
             tasks.create_task(self._record(stop), name="record")
 
     async def _sample(self, stop: Stop, sample: Round) -> None:
-        with contextlib.closing(_Outlet(self._layout)) as outlet:
+        with contextlib.closing(RunPublisher(self._layout)) as publisher:
             throttle = LogThrottle()
             while not stop.event.is_set():
                 try:
-                    await outlet.publish(sample)
-                except (OSError, zmq.ZMQError) as error:  # such as want of descriptors: it costs this round
+                    await _publish(publisher, sample)
+                except OSError as error:  # such as want of descriptors: it costs this round
                     if throttle.is_due(str(error), time.monotonic()):
                         logger.warning("samples not taken error=%s", error)
                 await _pause(stop, self._interval_s)

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 import pytest
-from tests.network.support.cluster import RUN_S, EnginesApart, TrainerApart
+from tests.network.support.cluster import RUN_S, EngineBeside, EnginesApart, TrainerApart
 from tests.network.support.hosts import Lab
 from tests.network.support.site import RUN, waits_in_log
 
@@ -85,7 +85,7 @@ def test_environment_and_engine_of_another_host(lab: Lab) -> None:
     for fault in ENGINES_APART:
         fault(run)
         run.advance()
-    summary = run.end(run.worker)
+    summary = run.end()
     assert (summary["steps"], summary["trainer_resumes"]) == (STEPS, 1)
     assert summary["reward_first"] < 0.4
     assert summary["reward_last"] > 0.85
@@ -138,7 +138,7 @@ def test_trainer_and_engine_of_another_host(lab: Lab) -> None:
     for fault in TRAINER_APART:
         fault(run)
         run.advance()
-    summary = run.end(run.trainer)
+    summary = run.end()
     assert (summary["steps"], summary["trainer_resumes"]) == (FEW, 1)
     assert summary["reward_last"] > 2 * summary["reward_first"]
     assert summary["staleness_max"] <= summary["staleness_bound"] == 2
@@ -149,11 +149,10 @@ def test_a_fresh_run_of_the_same_name_has_nothing_of_the_one_before(lab: Lab) ->
     run = EnginesApart(lab, "trainer.steps=100000")
     run.advance(40)
     old = run_id_of(run.layout)
+    run.far.unplug()  # else all of it would end with the run
     run.up.end()
-    assert run.worker.wait() == 0
-    run.joined.remove(run.worker)
     run.begin()
-    run.join_workers()
+    run.far.plug_in()
     assert run_id_of(run.layout) not in {"", old}
     run.up.expect(lambda: steps_logged(run.trained) >= 3, "steps of the fresh run", RUN_S)
     for program in (run.relay, run.engine):
@@ -169,3 +168,24 @@ def test_a_fresh_run_of_the_same_name_has_nothing_of_the_one_before(lab: Lab) ->
         assert re.search(r"policy\D+0\.[0-3]\b", told), told
     for program in (run.worker, run.engine, run.relay, run.up):
         program.end()
+
+
+def test_workers_pass_over_an_engine_whose_relay_is_stuck(lab: Lab) -> None:
+    run = EngineBeside(lab, "trainer.steps=100000")
+    run.up.expect(run.engine_works, "requests at the engine of the far host", RUN_S)
+    with run.stuck_relay():
+        # The relay is named until it is forgotten, after half a minute.
+        named = re.compile(
+            r"engine inference\.far has version [\d.]+, \d+ steps? behind, for \d+ s: (relay\.|its relay)"
+        )
+        run.up.expect(lambda: named.search(run.why()), "the stuck engine in the line why", RUN_S)
+        run.up.expect(lambda: not run.engine_works(), "the last request at the stuck engine", RUN_S)
+        run.advance()
+        assert not run.engine_works()
+    run.up.expect(lambda: "inference.far" not in run.why(), "fresh weights of the engine", RUN_S)
+    run.up.expect(run.engine_works, "requests at the engine again", RUN_S)
+    run.advance()
+    run.up.end()
+    for program in run.joined:
+        assert program.wait() == 0, program.text()
+        assert "the run has ended" in program.text()

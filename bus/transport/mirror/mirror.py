@@ -70,6 +70,7 @@ class Mirror:
         problem: What the mirror waits for; empty while the broker answers.
         run_id: Id of the run in the directory; empty before the first answer.
         replaced: The address serves a fresh run of the same name, and `follow` was not called yet.
+        over: The run ends, and needs no engine or relay any more.
         refusal: Why a broker last refused the key; None if it let it in since.
     """
 
@@ -90,7 +91,7 @@ class Mirror:
         self.problem = "the run was not asked yet"
         self.refusal: KeyRefusedError | None = None
         self.run_name = self.run_id = ""
-        self.replaced = False
+        self.replaced = self.over = False
         self._pauses = pauses
         self._connection = connection
         self._accept = accept
@@ -190,6 +191,9 @@ class Mirror:
             else:
                 self.follow()  # the next look asks for all of it
             return
+        if reply.over and not self.over:
+            self._news.set()
+        self.over = reply.over
         copy = self._copy(reply.run, client.address)
         self.run_name = reply.run
         try:

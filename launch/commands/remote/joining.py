@@ -6,6 +6,7 @@
                 this process ends with 0
     SIGTERM     drain all; what still runs after the grace gets SIGTERM, then SIGKILL. A second SIGTERM kills
     change      another configuration of the run: drain all, check it, start again; a refused one ends this process
+    end         with that of the run: workers are drained by it, engines and relays hear that it needs them no more
     fresh run   the address serves another run of the same name: end all, set aside what they have of the old one, and
                 start again; a trainer ends with an error, since it would go on from its own step
 
@@ -76,6 +77,8 @@ class Joining:
     """What its programs have in the directory of the run's state: set aside once another run is there."""
     follows: bool = True
     """It goes on with a fresh run of the same name."""
+    is_needed_by_run: bool = False
+    """It ends once the run needs it no more. Workers are drained by the run, and a trainer ends by itself."""
     is_alone: bool = False
     """It shares its usual directory with no others. Trainer and engines of a host share one, for the weights."""
 
@@ -184,6 +187,10 @@ class Crew:
             if self._mirror.refused is not None:
                 await self._end("the run has another configuration")
                 raise self._mirror.refused
+            if self._mirror.over and self._joining.is_needed_by_run:
+                logger.info("the run has ended run=%s", self._mirror.run_name)
+                await self._end("the run has ended")
+                return
             if self._mirror.replaced:
                 if not await self._turn_over(stop, refreshing):
                     return

@@ -120,7 +120,11 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
             f"warning: tokens travel unencrypted to {served.host}; give --tls-cert and --tls-key\n"
         )
     return join(
-        Joining(name, programs, way.connection, accept, way.directory, way.grace_s, beats.run, serves=True)
+        Joining(
+            *(name, programs, way.connection, accept, way.directory, way.grace_s, beats.run),
+            serves=True,
+            is_needed_by_run=True,
+        )
     )
 
 
@@ -169,7 +173,12 @@ def join_relay(passing: Passing, way: Way) -> int:
     words += ["--behind", passing.behind] if passing.behind else []
     programs = (("relay", Role.RELAY, tuple(words)),)
     beats = RelayBeats(name, passing.listen, passing.advertise)
-    return join(Joining("relay", programs, way.connection, receiving, way.directory, way.grace_s, beats.run))
+    return join(
+        Joining(
+            *("relay", programs, way.connection, receiving, way.directory, way.grace_s, beats.run),
+            is_needed_by_run=True,
+        )
+    )
 
 
 def _require_names(names: Iterable[str]) -> None:

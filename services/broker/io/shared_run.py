@@ -25,7 +25,7 @@ from rolloutmq.bus.transport.keys.directory import hash_of_token
 from rolloutmq.bus.transport.mirror.shared_config import shared
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
+from rolloutmq.schemas.files import EndNotice, InferenceAddress, RunLayout, StreamAddress
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.joining import (
@@ -209,7 +209,16 @@ class SharedRun:
             teacher=self._teacher(),
             files=tuple(self._files()),
             run_id=self._run_id,
+            over=self._is_over(),
         )
+
+    def _is_over(self) -> bool:
+        """Return whether the launcher says that the run needs no engine any more."""
+        try:
+            found = read_json(self._layout.ending, EndNotice)
+        except (msgspec.DecodeError, OSError):
+            return False
+        return found is not None and found.over
 
     def _state(self, found: InferenceAddress) -> EngineState | None:
         if len(found.url) > URL_CHARS:

@@ -12,9 +12,9 @@ import msgspec
 
 from rolloutmq.bus.engine_registry import SILENT_S, engines_of
 from rolloutmq.bus.rundir import read_run
-from rolloutmq.bus.transport.event_feed import endpoints_of
 from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.bus.transport.route import endpoints_of
 from rolloutmq.schemas.errors import MalformedError, RolloutMQError
 from rolloutmq.schemas.files import Endpoints, GpuBook, GpuRecord, InferenceAddress, RunLayout
 from rolloutmq.schemas.printable import printable_lines
@@ -221,6 +221,7 @@ def _why(reply: StatusReply, also: RunDetails) -> str:
         has_workers=also.has_workers,
         trainers=trouble(reply.pressure, reply.total_steps, is_own=also.is_own_trainer),
         crew=_counts(reply, also.crew),
+        engines=network.engine_trouble(reply.network),
     )
 
 

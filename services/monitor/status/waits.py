@@ -114,8 +114,9 @@ def explain(
     has_workers: bool = True,
     trainers: TrainerTrouble = NO_TROUBLE,
     crew: Mapping[str, int] | None = None,
+    engines: str = "",
 ) -> str:
-    """Return one line on all waits, or state that nobody waits.
+    """Return one line on all waits, or state that nobody waits; then the engines that lag or do not answer.
 
     Args:
         outside: Why the trainer does not ask the broker now, see the function `outside`.
@@ -124,15 +125,29 @@ def explain(
             gateway.
         trainers: What is wrong with the trainers, see `trainers.trouble`.
         crew: Number of workers by state.
+        engines: Which engines lag or do not answer, see `text.network.engine_trouble`.
     """
+    why = _waits(pressure, outside, unserved, trainers, crew) or _no_wait(pressure, crew, has_workers)
+    return "; ".join(filter(None, (why, engines)))
+
+
+def _waits(
+    pressure: Pressure,
+    outside: str,
+    unserved: str,
+    trainers: TrainerTrouble,
+    crew: Mapping[str, int] | None,
+) -> str:
     reasons = {
         "trainer waits": outside or trainer(pressure, crew),
         "workers wait": workers(pressure, unserved, crew),
     }
     parts = [trainers.text] if trainers.text else []
     parts += [f"{who}: {why}" for who, why in reasons.items() if why]
-    if parts:
-        return "; ".join(parts)
+    return "; ".join(parts)
+
+
+def _no_wait(pressure: Pressure, crew: Mapping[str, int] | None, has_workers: bool) -> str:
     counts = _counts(pressure, crew)
     if (has_workers or counts) and not counts[_READY]:
         return "no worker is ready"

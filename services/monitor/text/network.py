@@ -40,6 +40,35 @@ def lines(network: NetworkStatus | None, workers: Iterable[WorkerStatus] = ()) -
     ]
 
 
+def engine_trouble(network: NetworkStatus | None) -> str:
+    """Return which engines of other hosts lag or do not answer, and for how long; empty if none does."""
+    found = [] if network is None else [*filter(None, (_trouble(one, network) for one in network.engines))]
+    if not found:
+        return ""
+    more = len(found) - 1
+    return f"{found[0]}; {more} other engine{'s' * (more > 1)} too" if more else found[0]
+
+
+def _trouble(engine: JoinedEngine, network: NetworkStatus) -> str:
+    if engine.silent_s > SILENT_S:
+        return f"engine {engine.name} has not been heard for {engine.silent_s:.0f} s"
+    if not _is_stuck(engine, network.version):
+        return ""
+    lag = f"engine {engine.name} has {_lag(engine.version, network.version)}, for {engine.unchanged_s:.0f} s"
+    near = [one for one in network.relays if one.host == engine.host]
+    silent = next((one for one in near if one.silent_s > SILENT_S), None)
+    waiting = next((one for one in near if one.waits_for), None)
+    if silent is not None:
+        return f"{lag}: {silent.name} has not been heard for {silent.silent_s:.0f} s"
+    return (
+        f"{lag}: {waiting.name} waits, {waiting.waits_for}" if waiting else f"{lag}: its relay may be stuck"
+    )
+
+
+def _is_stuck(engine: JoinedEngine, newest: PolicyVersion) -> bool:
+    return engine.version is not None and engine.version < newest and engine.unchanged_s > SILENT_S
+
+
 def _first(found: Sequence[NetworkLine], what: str) -> list[NetworkLine]:
     more = len(found) - SHOWN
     return [*found] if more <= 0 else [*found[:SHOWN], NetworkLine(found[0].label, f"and {more} more {what}")]
@@ -86,10 +115,9 @@ def _workers(network: NetworkStatus, workers: Iterable[WorkerStatus]) -> Iterato
 
 def _engine(engine: JoinedEngine, newest: PolicyVersion) -> NetworkLine:
     text = f"{engine.name} on {_place(engine.host, engine.key)}, heard {_ago(engine.silent_s)}"
-    is_stuck = False
+    is_stuck = _is_stuck(engine, newest)
     if engine.version is not None:
         text += f", {_lag(engine.version, newest)}"
-        is_stuck = engine.version < newest and engine.unchanged_s > SILENT_S
         text += f", unchanged for {engine.unchanged_s:.0f} s; its relay may be stuck" if is_stuck else ""
     return NetworkLine("joined", text, engine.silent_s > SILENT_S or is_stuck)
 

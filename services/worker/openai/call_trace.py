@@ -9,9 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rolloutmq.bus.encoding import topics
-from rolloutmq.bus.transport.event_feed import endpoints_of
-from rolloutmq.bus.transport.keys.bundle import keys_of
-from rolloutmq.bus.transport.pubsub import Publisher
+from rolloutmq.bus.transport.route import RunPublisher
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.tracing import CALLS_LIMIT, Call, RolloutTrace, is_sampled
 
@@ -67,14 +65,12 @@ class RolloutTracer:
     """
 
     def __init__(self, layout: RunLayout, worker: str, env: str, ratio: float) -> None:
-        self._layout = layout
         self._worker = worker
         self._env = env
         self._ratio = ratio
-        self._address = ""
-        self._publisher: Publisher | None = None
+        self._publisher = RunPublisher(layout)
         if ratio:
-            self._connect()
+            self._publisher.follow()
 
     @contextmanager
     def rollout(self, group_id: str) -> Iterator[None]:
@@ -92,13 +88,10 @@ class RolloutTracer:
 
     def close(self) -> None:
         """Close the connection; the last traces have half a second to leave."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
+        self._publisher.close()
 
     def _tell(self, group_id: str, calls: list[Call]) -> None:
-        self._connect()
-        if self._publisher is None or not calls:
+        if not calls:
             return
         trace = RolloutTrace(
             group_id=group_id,
@@ -109,10 +102,3 @@ class RolloutTracer:
             dropped_calls=max(0, len(calls) - CALLS_LIMIT),
         )
         self._publisher.publish(topics.telemetry("trace", self._worker), trace)
-
-    def _connect(self) -> None:
-        endpoints = endpoints_of(self._layout)
-        if endpoints is not None and endpoints.publish != self._address:
-            self.close()
-            self._address = endpoints.publish
-            self._publisher = Publisher(endpoints.publish, keys=keys_of(endpoints))

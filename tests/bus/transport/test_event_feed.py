@@ -10,9 +10,10 @@ import pytest
 import zmq
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.bus.transport import event_feed
-from rolloutmq.bus.transport.event_feed import EventFeed, endpoints_of
+from rolloutmq.bus.transport import route
+from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.bus.transport.pubsub import Published
+from rolloutmq.bus.transport.route import endpoints_of
 from rolloutmq.schemas.files import Endpoints, RunLayout
 
 
@@ -109,7 +110,7 @@ async def test_want_of_descriptors_costs_a_look_and_not_the_feed(
             raise refused(errno.EMFILE)
         return endpoints_of(asked)
 
-    monkeypatch.setattr(event_feed, "endpoints_of", short)
+    monkeypatch.setattr(route, "endpoints_of", short)
     address = f"ipc://{run_dir}/events"
     say_where(layout, address)
     async with publishing(address, b"step"), asyncio.timeout(30), EventFeed(layout, [b"step"]) as feed:
@@ -124,7 +125,7 @@ async def test_another_error_of_the_endpoints_is_raised(
     def denied(_: RunLayout) -> Endpoints | None:
         raise refused(errno.EACCES)
 
-    monkeypatch.setattr(event_feed, "endpoints_of", denied)
+    monkeypatch.setattr(route, "endpoints_of", denied)
     async with EventFeed(RunLayout(run_dir), [b"step"]) as feed:
         with pytest.raises(PermissionError):
             await feed.next(0.05)

@@ -7,6 +7,7 @@ or forgets connections. Processes are found on a host by their command, and kill
 import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -89,17 +90,11 @@ class Cluster:
 
         self.up.expect(met, f"step {goal}", RUN_S)
 
-    def end(self, by_itself: Program) -> dict[str, Any]:
-        """Wait for the end of the run and of what has joined, check the ledger, and return the summary.
-
-        Args:
-            by_itself: What ends with the run; the others wait for its next life.
-        """
+    def end(self) -> dict[str, Any]:
+        """Wait for the end of the run, and of what has joined with it; check the ledger, and return the summary."""
         assert self.up.wait(RUN_S) == 0, self.up.text()
-        assert by_itself.wait() == 0, by_itself.text()
         for program in self.joined:
-            if program is not by_itself:
-                assert program.end() == 0, program.text()
+            assert program.wait() == 0, program.text()
         assert "every group is accounted for" in self.head.call("rolloutmq", "ledger", "verify", RUN)
         summary: dict[str, Any] = msgspec.json.decode(self.layout.summary.read_bytes())
         assert not summary["groups_lost"]
@@ -135,6 +130,39 @@ class EnginesApart(Cluster):
         found = read_json(self.layout.stream, StreamAddress)
         assert found is not None
         return found
+
+
+class EngineBeside(Cluster):
+    """The whole run on the head, and one more engine with its relay on the far host, which the workers reach, too."""
+
+    def __init__(self, lab: Lab, *assignments: str) -> None:
+        weights = ('weights.backend="stream"', f'weights.listen="tcp://0.0.0.0:{WEIGHTS_PORT}"')
+        super().__init__(lab, *weights, *assignments)
+        self.back = Relay(lab, self.far, ENGINE_PORT)
+        self.relay = self.join("relay", "relay", "--name", "far", role=Role.ENGINE)
+        address = ("--host", self.far.address, "--port", str(ENGINE_PORT), "--insecure")
+        self.join("engine", "engine", "--name", "far", *address, role=Role.ENGINE)
+        self.await_engine()
+
+    def engine_works(self) -> bool:
+        """Return whether the far engine has something to do, or had in its last seconds."""
+        name = f"{FIRST}.{self.far.name}"
+        return any(one.in_hand or one.busy for one in engines_of(self.layout) if one.name == name)
+
+    def why(self) -> str:
+        """Return why somebody waits, as `status` says it."""
+        told = self.head.call("rolloutmq", "status", RUN, "--json")
+        return str(msgspec.json.decode(told)["why"])
+
+    @contextlib.contextmanager
+    def stuck_relay(self) -> Iterator[None]:
+        """Stop the relay of the far host within the block."""
+        pid = wait_until(lambda: pid_of(self.far, "relay"), "the relay")
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 class TrainerApart(Cluster):

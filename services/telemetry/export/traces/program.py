@@ -18,9 +18,8 @@ from typing import Final
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import load_run
-from rolloutmq.bus.transport.event_feed import endpoints_of
-from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
+from rolloutmq.bus.transport.route import Route
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.replies import Durability
@@ -42,20 +41,16 @@ class Calls:
     """Calls of the rollouts under way, by group; the oldest are forgotten for further ones."""
 
     def __init__(self, layout: RunLayout) -> None:
-        self._layout = layout
+        self._route = Route(layout, lambda endpoints: endpoints.events)
         self._subscriber: BlockingSubscriber | None = None
-        self._address = ""
         self._known: dict[str, RolloutTrace] = {}
 
     def hear(self) -> None:
         """Take what has arrived; never waits."""
-        endpoints = endpoints_of(self._layout)
-        if endpoints is not None and endpoints.events != self._address:
+        if (way := self._route.other()) is not None:
             self.close()
-            self._address = endpoints.events
-            self._subscriber = BlockingSubscriber(
-                endpoints.events, [topics.telemetry("trace", "")], keys=keys_of(endpoints)
-            )
+            self._route.taken = way
+            self._subscriber = BlockingSubscriber(way.address, [topics.telemetry("trace", "")], keys=way.keys)
             self._subscriber.__enter__()
         while self._subscriber is not None and (known := self._subscriber.poll(0.0)) is not None:
             try:

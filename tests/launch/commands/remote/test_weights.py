@@ -1,5 +1,6 @@
 """A relay and an engine join a run that streams its weights: from another home, by loopback TCP, with keys."""
 
+import asyncio
 import contextlib
 import gc
 import importlib.util
@@ -26,9 +27,10 @@ from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.transport.keys.bundle import load_bundle, load_keys
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.bus.transport.run_identity import run_id_of
+from rolloutmq.launch.end_notice import until_joined_end
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.errors import RefusedError
-from rolloutmq.schemas.files import RunLayout, StreamAddress
+from rolloutmq.schemas.files import EndNotice, RunLayout, StreamAddress
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.process import python_command
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -199,6 +201,21 @@ def test_a_joined_engine_samples_with_the_newest_version(tmp_path: Path, listen:
         assert "name=trainer " in run.hosts.log("relay.log"), "the sender knows the name of the key"
         assert end(engine) == 0
         assert end(relay) == 0
+
+
+def test_engine_and_relay_end_with_the_run(tmp_path: Path) -> None:
+    with streamed(tmp_path) as run:
+        relay = run.hosts.start("relay", *run.way(Role.TRAINER), log="joined-relay.log")
+        engine = run.hosts.start("engine", *run.way(Role.ENGINE), "--name", "far", log="engine.log")
+        wait_until(
+            lambda: [one.name for one in engines_of(run.hosts.layout)] == ["inference.far"], "the engine"
+        )
+        write_json(run.hosts.layout.ending, EndNotice("ending", over=True))
+        asyncio.run(until_joined_end(run.hosts.layout, lambda: False))
+        wait_until(lambda: not engines_of(run.hosts.layout), "the last heartbeat of the engine")
+        for process, log in ((engine, "engine.log"), (relay, "joined-relay.log")):
+            assert process.wait(LIMIT_S) == 0, run.hosts.log(log)
+            assert "the run has ended run=streamed" in run.hosts.log(log)
 
 
 def test_engine_and_relay_have_nothing_of_the_run_before_in_a_fresh_one(tmp_path: Path) -> None:

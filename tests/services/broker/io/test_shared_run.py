@@ -16,7 +16,7 @@ from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.bus.transport.keys.directory import KeyDirectory, hash_of_token
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import InferenceAddress, RunLayout, StreamAddress
+from rolloutmq.schemas.files import EndNotice, InferenceAddress, RunLayout, StreamAddress
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.joining import (
@@ -303,3 +303,14 @@ def test_the_broker_knows_since_when_an_engine_has_its_version(run_dir: Path) ->
     assert (joined.version, joined.unchanged_s, joined.silent_s) == (PolicyVersion(0, 2), 8.0, 1.0)
     assert engines_of(RunLayout(run_dir))[0].version == PolicyVersion(0, 2)
     assert told(run).engines[0].version == PolicyVersion(0, 2)
+
+
+def test_it_tells_when_the_run_needs_no_engine_any_more(run_dir: Path) -> None:
+    run, layout = shared_of(run_dir), RunLayout(run_dir)
+    assert not told(run).over
+    write_json(layout.ending, EndNotice("ending, waits for: trainer"))
+    assert not told(run, 1.0).over
+    layout.ending.write_text("{")
+    assert not told(run, 2.0).over
+    write_json(layout.ending, EndNotice("", over=True))
+    assert told(run, 3.0).over

@@ -26,7 +26,7 @@ from rolloutmq.schemas.wire.control import (
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
-from rolloutmq.schemas.wire.joining import JoinedRelay, KeyUse, NetworkStatus
+from rolloutmq.schemas.wire.joining import JoinedEngine, JoinedRelay, KeyUse, NetworkStatus
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
 from rolloutmq.schemas.wire.telemetry import (
     CurriculumProgress,
@@ -154,6 +154,9 @@ def test_other_hosts_are_shown_with_their_keys(busy: RunState) -> None:
     assert "key     w, role worker from 10.0.0.7, heard now; refused: drain workers 2" in text
     assert "relay   relay.b on b, key e: no version yet; waits: no ticket" in text
     assert snapshot(busy, 12.0, 0.0)["network"]["known_keys"] == 3
+    engine = JoinedEngine(name="inference.b", host="b", silent_s=9.0)
+    busy.feed(NetworkStatus(listen="tcp://h:1", engines=(engine,)), 12.0)
+    assert "engines engine inference.b has not been heard for 9 s" in "\n".join(drawn(busy, 120, 60))
 
 
 def test_worker_in_trouble_is_shown_where_not_all_fit(busy: RunState) -> None:

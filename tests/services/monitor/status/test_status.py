@@ -46,7 +46,7 @@ from rolloutmq.schemas.wire.control import (
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.hardware import Cause, GpuStanding
 from rolloutmq.schemas.wire.health import HealthFinding
-from rolloutmq.schemas.wire.joining import NetworkStatus
+from rolloutmq.schemas.wire.joining import JoinedEngine, NetworkStatus
 from rolloutmq.schemas.wire.tasks import TaskCounts
 from rolloutmq.schemas.wire.telemetry import CurriculumProgress, GpuSample
 from rolloutmq.services.monitor import liveness
@@ -201,6 +201,9 @@ def test_other_hosts_are_told(reply: StatusReply, make_worker: Callable[..., Wor
     assert "joined   1 worker on gpu7, key worker-7: a-far.0" in status_text(told)
     assert status_json(told)["network"]["workers"] == {"a-far.0": "worker-7"}
     assert status_json(reply)["network"] is None
+    engine = JoinedEngine(name="inference.far", host="gpu7", silent_s=9.0)
+    lost = replace(told, network=NetworkStatus(listen="tcp://h:1", engines=(engine,)))
+    assert status_json(lost)["why"].endswith("; engine inference.far has not been heard for 9 s")
 
 
 def test_the_journal_says_how_it_does(reply: StatusReply) -> None:

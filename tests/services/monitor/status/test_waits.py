@@ -106,6 +106,16 @@ def test_a_worker_without_an_engine_in_reach_waits_for_no_teacher(
     assert told == "engine_away, worker w-0: only its own host reaches inference"
 
 
+def test_engines_that_lag_are_named_whether_anybody_waits_or_not(
+    make_pressure: MakePressure, make_worker: MakeWorker
+) -> None:
+    lag = "engine inference.gpu7 has version 0.1, 3 steps behind, for 60 s: its relay may be stuck"
+    calm = make_pressure(workers=(make_worker("w"),))
+    assert waits.explain(calm, engines=lag) == f"nobody waits; {lag}"
+    waiting = make_pressure(trainer_wait="no_batch", workers=(make_worker("w"),))
+    assert waits.explain(waiting, engines=lag) == f"{waits.explain(waiting)}; {lag}"
+
+
 def test_no_batch_tells_what_is_missing_and_who_works(
     make_pressure: MakePressure, make_worker: MakeWorker
 ) -> None:

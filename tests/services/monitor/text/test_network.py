@@ -7,7 +7,7 @@ import pytest
 from rolloutmq.schemas.wire.control import WorkerStatus
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.joining import JoinedEngine, JoinedRelay, KeyUse, NetworkStatus
-from rolloutmq.services.monitor.text.network import SHOWN, lines
+from rolloutmq.services.monitor.text.network import SHOWN, engine_trouble, lines
 
 V = PolicyVersion
 ADDRESS = "tcp://0.0.0.0:7760"
@@ -105,3 +105,23 @@ def test_an_engine_with_stuck_weights_is_unwell(
     line = lines(NetworkStatus(listen=ADDRESS, version=V(1, 5), engines=(engine,)))[1]
     assert line.text == f"inference.gpu7 on gpu7, without a key, heard now{told}"
     assert line.is_unwell is is_unwell
+
+
+def test_engines_that_lag_or_are_silent_are_named_with_the_relay_of_their_host() -> None:
+    lags = JoinedEngine(name="inference.gpu7", host="gpu7", version=V(1, 2), unchanged_s=60.0)
+    silent = JoinedEngine(name="inference.gpu8", host="gpu8", version=V(1, 5), silent_s=9.0)
+    well = JoinedEngine(name="inference.gpu9", host="gpu9", version=V(1, 5), unchanged_s=60.0)
+    relay = JoinedRelay(name="relay.gpu7", host="gpu7", version=V(1, 2), silent_s=31.0)
+
+    def told(*engines: JoinedEngine, relays: tuple[JoinedRelay, ...] = ()) -> str:
+        return engine_trouble(NetworkStatus(listen=ADDRESS, version=V(1, 5), engines=engines, relays=relays))
+
+    lag = "engine inference.gpu7 has version 1.2, 3 steps behind, for 60 s"
+    assert told(well) == engine_trouble(None) == ""
+    assert told(silent, well) == "engine inference.gpu8 has not been heard for 9 s"
+    assert told(lags) == f"{lag}: its relay may be stuck"
+    assert told(lags, relays=(relay,)) == f"{lag}: relay.gpu7 has not been heard for 31 s"
+    waits = JoinedRelay(name="relay.gpu7", host="gpu7", version=V(1, 2), waits_for="no relay is heard")
+    assert told(lags, silent, relays=(waits,)) == (
+        f"{lag}: relay.gpu7 waits, no relay is heard; 1 other engine too"
+    )
