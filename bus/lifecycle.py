@@ -25,6 +25,7 @@ from typing import Any, Final, TextIO
 from rolloutmq.bus.files import private_file
 from rolloutmq.schemas.errors import (
     ConfigError,
+    ConsumerFencedError,
     DamagedJournalError,
     EnvironmentFailedError,
     JournalFailedError,
@@ -46,9 +47,10 @@ logger = logging.getLogger(__name__)
 FAILED: Final = 1
 """Exit code after an error a restart may avoid."""
 IN_USE: Final = 4
-"""Exit code if another process uses the run directory."""
+"""Exit code if another process uses the run directory, or has this one's place."""
 FORCED: Final = 130
 """Exit code after a second signal."""
+_TAKEN: Final = (RunDirInUseError, ConsumerFencedError)
 _HOPELESS: Final = (
     ConfigError,
     DamagedJournalError,
@@ -227,7 +229,7 @@ def log_failure(name: str, error: BaseException) -> int:
     """Log the failure of a process, and return its exit code.
 
     Unexpected errors are logged with a traceback, errors of this package without; the last line is the reason. The code
-    is PERMANENT_FAILURE if every restart would meet the error again.
+    is PERMANENT_FAILURE if every restart would meet the error again, IN_USE if another process has this one's place.
     """
     leaves = list(_leaves(error))
     ours = all(isinstance(leaf, RolloutMQError) for leaf in leaves)
@@ -238,7 +240,7 @@ def log_failure(name: str, error: BaseException) -> int:
         sys.stderr.flush()
     if any(isinstance(leaf, _HOPELESS) or _is_forbidden(leaf) for leaf in leaves):
         return PERMANENT_FAILURE
-    return IN_USE if any(isinstance(leaf, RunDirInUseError) for leaf in leaves) else FAILED
+    return IN_USE if any(isinstance(leaf, _TAKEN) for leaf in leaves) else FAILED
 
 
 def _is_forbidden(error: BaseException) -> bool:

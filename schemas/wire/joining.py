@@ -278,7 +278,7 @@ class JoinedEngine(Message, tag="joined_engine", frozen=True, kw_only=True):
         key: Key of its heartbeats; empty without one.
         silent_s: Time since the last one.
         version: Version of the weights that it samples with; None if it does not tell.
-        unchanged_s: Time since it told another version.
+        unchanged_s: Time in which it has been behind the newest version and told no other one; 0 if it is not behind.
     """
 
     name: Name

@@ -16,6 +16,7 @@ import pytest
 
 from rolloutmq.bus import lifecycle
 from rolloutmq.bus.lifecycle import (
+    IN_USE,
     LogFormatter,
     LogHandler,
     gc_paused,
@@ -27,6 +28,7 @@ from rolloutmq.bus.lifecycle import (
 )
 from rolloutmq.schemas.errors import (
     ConfigError,
+    ConsumerFencedError,
     MissingError,
     NothingToLearnError,
     PackageMissingError,
@@ -75,6 +77,7 @@ def test_a_drain_that_came_too_early_arrives_when_the_handler_stands() -> None:
         (RefusedError(ErrorCode.CONFLICT, "no"), 1, "request refused (conflict): no"),
         (NothingToLearnError(100, "flat"), PERMANENT_FAILURE, "flat"),
         (RecordVersionError("journal", 2, 3), PERMANENT_FAILURE, "got version 2, this one reads version 3"),
+        (ConsumerFencedError("trainer"), IN_USE, "another process registered under this name"),
         (ValueError("a\nb"), 1, "error: ValueError: a b"),
         (ExceptionGroup("two", [ValueError("a"), ConfigError("x", "y")]), PERMANENT_FAILURE, "a; x: y"),
     ],

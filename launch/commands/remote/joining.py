@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from rolloutmq.bus.lifecycle import IN_USE
 from rolloutmq.bus.producer.resend import resend_spools
 from rolloutmq.bus.producer.spool_file import SET_ASIDE
 from rolloutmq.bus.rundir import load_run
@@ -245,6 +246,8 @@ class Crew:
                 role=role,
                 argv=python_command(sys.executable, module, words[0], "--run-dir", run_dir, *words[1:]),
                 log=str(self._layout.log(name)),
+                # Who lost its place to a process of another host would only take it back, and both without end.
+                hopeless=(2, PERMANENT_FAILURE, IN_USE),
                 env={OWN_KEY: self._joining.connection.key} if self._joining.connection.key else {},
             )
             for name, role, words in self._joining.programs

@@ -8,6 +8,7 @@ hosts ask once a second.
 
 import hashlib
 import logging
+import math
 import os
 import re
 from pathlib import Path
@@ -64,6 +65,8 @@ KEPT_S: Final = 0.25
 """Time for which a look at the files answers further requests."""
 _SERVING: Final = frozenset({Role.ENGINE, Role.ADMIN})
 """Roles of keys that may have servers on other hosts."""
+TAKEN_S: Final = 10.0
+"""Silence of an engine after which one of another host may have its name."""
 GONE_S: Final = 30.0
 """Silence after which the address of another host's engine is removed."""
 _URL: Final = re.compile(r"https?://(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?(/[A-Za-z0-9._~/-]*)?")
@@ -106,6 +109,8 @@ class SharedRun:
         """Host of each engine, as its heartbeats tell."""
         self._versions: dict[str, tuple[PolicyVersion | None, float]] = {}
         """Version of each engine, and the time when it told another one."""
+        self._behind: dict[str, float] = {}
+        """Time since which an engine is behind the newest version, as far as its state was asked for."""
         self.relays = Relays()
         self._has_looked = False
 
@@ -139,8 +144,12 @@ class SharedRun:
             case GetWeightsTicket():
                 return self.relays.ticket(request.relay, now, sender)
 
-    def engines(self, now: float) -> tuple[JoinedEngine, ...]:
-        """Return the engines of other hosts that are heard, by name."""
+    def engines(self, now: float, newest: PolicyVersion) -> tuple[JoinedEngine, ...]:
+        """Return the engines of other hosts that are heard, by name, beside the newest version of the trainer."""
+        behind = {
+            name for name, (version, _) in self._versions.items() if version is not None and version < newest
+        }
+        self._behind = {name: self._behind.get(name, now) for name in behind}
         return tuple(
             JoinedEngine(
                 name=name,
@@ -148,7 +157,9 @@ class SharedRun:
                 key=self._owners.get(name, ""),
                 silent_s=max(0.0, now - at),
                 version=self._versions[name][0] if name in self._versions else None,
-                unchanged_s=max(0.0, now - self._versions[name][1]) if name in self._versions else 0.0,
+                unchanged_s=max(0.0, now - max(self._versions[name][1], self._behind[name]))
+                if name in behind
+                else 0.0,
             )
             for name, at in sorted(self._beats.items())[:KEYS_SHOWN]
         )
@@ -295,6 +306,13 @@ class SharedRun:
             )
         if (gone := other_run(self.name, self._run_id, engine.run_id)) is not None:
             return gone
+        other = self._hosts.get(engine.name, beat.host)
+        if other != beat.host and now - self._beats.get(engine.name, -math.inf) <= TAKEN_S:
+            return refuse(
+                ErrorCode.FORBIDDEN,
+                f"name: an engine of host {other} has it (got {engine.name} of host {beat.host}); give each engine a "
+                "--name of its own",
+            )
         if beat.ends:
             self._remove(engine.name)
             return Ok()

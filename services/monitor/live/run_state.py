@@ -45,6 +45,8 @@ from rolloutmq.services.monitor.status.worker_view import WorkerRow, counted, jo
 from rolloutmq.services.monitor.text import figures
 
 RATE_WINDOW_S: Final = 10.0
+SLOW_STEPS: Final = 5
+"""Steps that tell the rate where the last ten seconds have fewer than two."""
 """Window of the step rate: short enough to show a stall, long enough not to jitter."""
 REWARDS_KEPT: Final = 4096
 MOMENTARY_S: Final = 60.0
@@ -283,13 +285,19 @@ class RunState:
         return sum(last) / len(last) if last else None
 
     def steps_per_s(self, now: float) -> float:
-        """Return the rate over the last ten seconds, waits included."""
-        while len(self._steps) > 1 and now - self._steps[0][0] > RATE_WINDOW_S:
-            self._steps.popleft()
-        if len(self._steps) < 2:
+        """Return the rate over the last ten seconds, waits included; of slower steps, that since the last few."""
+        marks = self._steps
+        while len(marks) > SLOW_STEPS and now - marks[1][0] > RATE_WINDOW_S:
+            marks.popleft()
+        if not marks:
             return 0.0
-        (since, first), (_, last) = self._steps[0], self._steps[-1]
-        return (last - first) / max(now - since, 1e-9)
+        begin = max(now - RATE_WINDOW_S, marks[0][0] if self.started_at is None else self.started_at)
+        recent = [step for at, step in marks if at > begin]
+        if len(recent) < 2 and len(marks) > max(1, len(recent)):
+            (since, first), (_, last) = marks[0], marks[-1]
+            return (last - first) / max(now - since, 1e-9)
+        before = marks[-len(recent) - 1][1] if len(marks) > len(recent) else recent[0] - 1
+        return (marks[-1][1] - before) / max(now - begin, 1e-9)
 
     def elapsed_s(self, now: float) -> float:
         """Return the seconds that the run has run; without a history, since the first event."""

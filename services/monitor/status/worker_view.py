@@ -27,7 +27,7 @@ from rolloutmq.services.process.stacks import hang_of
 ABANDONS_S: Final = 30.0
 """Time before the end of a drain from which its unfinished rollouts are trouble."""
 REASON_CHARS: Final = 300
-_UNWELL: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value})
+_UNWELL: Final = frozenset({Phase.WAITING.value, Phase.FATAL.value, WorkerState.FAILED.value, SILENT})
 _UP: Final = frozenset({Phase.RUNNING.value, WorkerState.STARTING.value})
 """States of a process that is not known to be ready."""
 _LIFE: Final = (Phase.WAITING.value, *WorkerState, SILENT, Phase.STOPPING.value, Phase.FATAL.value)
@@ -40,8 +40,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     """One worker. None means unknown.
 
     Attributes:
-        state: State reported by the worker, else `waiting` for its next start, `stopping` or `fatal`; `running` if no
-            broker replies; `gone` if its process has ended and the orchestrator has not reported it.
+        state: State reported by the worker, else `waiting` for its next start, `stopping` or `fatal`; `silent` if it
+            was ready and the broker hears it no more; `running` if no broker replies; `gone` if its process has ended and the orchestrator has not reported it.
         age_s: Seconds since the start of its process.
         phase_s: Seconds in its phase of supervision.
         blocked_s: Seconds of its life that a rollout slot waited for credit or a submitted task, on average.
@@ -277,7 +277,9 @@ def _state(record: WorkerRecord, status: WorkerStatus | None) -> str:
     if record.phase not in {Phase.RUNNING, Phase.STOPPING}:
         return record.phase
     if status is None:
-        return WorkerState.STARTING if record.phase == Phase.RUNNING else Phase.STOPPING
+        if record.phase == Phase.STOPPING:
+            return Phase.STOPPING
+        return SILENT if record.ready else WorkerState.STARTING  # the broker forgets who hangs for minutes
     if record.phase == Phase.STOPPING and status.state is not WorkerState.DRAINING:
         return Phase.STOPPING
     return _said(status)

@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import Final
@@ -77,16 +78,24 @@ def _serial(trials: Sequence[Trial]) -> Iterator[dict[str, Outcome]]:
 
 def _parallel(trials: Sequence[Trial], processes: int) -> Iterator[dict[str, Outcome]]:
     started = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(trials)), started, _leave_interrupts) as pool:
+    with ProcessPoolExecutor(min(processes, len(trials)), started, _follow_parent) as pool:
         try:
             yield from pool.map(_tried, trials)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _leave_interrupts() -> None:
-    """Leave Ctrl-C to the first process, which ends the others."""
+def _follow_parent() -> None:
+    """Leave Ctrl-C to the first process, which ends the others, and end with it however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _tried(trial: Trial) -> dict[str, Outcome]:

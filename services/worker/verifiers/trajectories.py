@@ -120,6 +120,8 @@ def _message(given: Any) -> ChatMessage:
         plain["role"] = "user"
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [_call(json.loads(one) if isinstance(one, str) else one) for one in calls]
+    elif plain.get("content") is None:  # the model sampled the end at once
+        plain["content"] = ""
     return plain
 
 

@@ -294,15 +294,41 @@ def test_heartbeats_of_another_run_are_refused(run_dir: Path) -> None:
         assert bool(engines_of(RunLayout(run_dir))) == bool(run.relays.report(0.0)) == (expected is Ok)
 
 
-def test_the_broker_knows_since_when_an_engine_has_its_version(run_dir: Path) -> None:
+def test_the_broker_knows_since_when_an_engine_is_behind(run_dir: Path) -> None:
     run = shared_of(run_dir)
-    for now, step in ((0.0, 1), (1.0, 1), (2.0, 2), (9.0, 2)):
+    seen = []
+    for now, step, newest in (
+        (0.0, 1, 1),
+        (60.0, 1, 1),
+        (61.0, 1, 2),
+        (63.0, 2, 2),
+        (70.0, 2, 3),
+        (79.0, 2, 3),
+    ):
         engine = msgspec.structs.replace(beat().engine, version=PolicyVersion(0, step))
         assert isinstance(run.answer(EngineBeat(engine=engine), now), Ok)
-    (joined,) = run.engines(10.0)
-    assert (joined.version, joined.unchanged_s, joined.silent_s) == (PolicyVersion(0, 2), 8.0, 1.0)
+        (joined,) = run.engines(now + 0.5, PolicyVersion(0, newest))
+        assert (joined.version, joined.silent_s) == (PolicyVersion(0, step), 0.5)
+        seen.append(joined.unchanged_s)
+    assert seen == [0.0, 0.0, 0.0, 0.0, 0.0, 9.0]
     assert engines_of(RunLayout(run_dir))[0].version == PolicyVersion(0, 2)
     assert told(run).engines[0].version == PolicyVersion(0, 2)
+
+
+def test_two_hosts_have_no_engine_of_one_name(run_dir: Path) -> None:
+    run = shared_of(run_dir)
+
+    def told_by(host: str, now: float, *, ends: bool = False) -> object:
+        return run.answer(EngineBeat(engine=beat().engine, host=host, ends=ends), now)
+
+    assert isinstance(told_by("a", 0.0), Ok)
+    for ends in (False, True):
+        refused = told_by("b", 5.0, ends=ends)
+        assert isinstance(refused, ErrorReply)
+        assert "an engine of host a has it (got inference.gpu7 of host b); give each engine" in refused.detail
+    assert isinstance(told_by("a", 6.0), Ok)
+    assert isinstance(told_by("b", 16.5), Ok), "the first one is gone"
+    assert [one.host for one in run.engines(17.0, PolicyVersion())] == ["b"]
 
 
 def test_it_tells_when_the_run_needs_no_engine_any_more(run_dir: Path) -> None:

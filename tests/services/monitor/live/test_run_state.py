@@ -76,7 +76,7 @@ def test_a_board_that_begins_later_has_the_clock_and_the_rewards_of_the_run(
     assert board.rewards() == [0.1, 0.2, 0.3, 0.4, 0.5]
     assert board.figures["kl"] == 0.5
     assert [one.finding for one in board.findings(50.0)] == ["collapse"]
-    assert board.steps_per_s(50.0) == 0.0, "the steps were long ago"
+    assert board.steps_per_s(50.0) == pytest.approx(4 / 99), "the steps were long ago"
     board.feed(make_step(5, 0.5), 51.0)  # told again
     board.feed(make_step(6, 0.6), 52.0)
     assert board.rewards()[-2:] == [0.5, 0.6]
@@ -112,7 +112,23 @@ def test_stalled_trainer_loses_its_rate(board: RunState, make_step: MakeStep) ->
         board.feed(make_step(step), step * 0.1)
 
     assert board.steps_per_s(6.0) < 2.0
-    assert board.steps_per_s(60.0) == 0.0
+    assert board.steps_per_s(60.0) < 0.1
+
+
+def test_two_quick_steps_after_a_long_wait_are_few_in_ten_seconds(
+    board: RunState, make_step: MakeStep, make_pressure: Callable[..., Pressure]
+) -> None:
+    board.feed(make_pressure(), 0.0)
+    board.feed(make_step(1), 33.9)
+    board.feed(make_step(2), 34.0)
+    assert board.steps_per_s(34.0) == pytest.approx(0.2)
+
+
+def test_slow_steps_have_a_rate_and_a_time_left(board: RunState, make_step: MakeStep) -> None:
+    for step in range(1, 11):
+        board.feed(make_step(step), step * 60.0)
+    assert board.steps_per_s(600.0) == pytest.approx(1 / 60, rel=0.01)
+    assert board.left_s(630.0) == pytest.approx((board.total_steps - 10) * 60.0, rel=0.15)
 
 
 def test_resumed_trainer_takes_its_steps_again(board: RunState, make_step: MakeStep) -> None:
@@ -122,7 +138,7 @@ def test_resumed_trainer_takes_its_steps_again(board: RunState, make_step: MakeS
 
     assert board.rewards() == [0.1, 0.2, 0.9]
     assert board.steps_done == 3
-    assert board.steps_per_s(10.0) == 0.0
+    assert board.steps_per_s(10.0) == pytest.approx(1 / 9)
 
 
 def test_a_batch_without_a_signal_is_no_step(board: RunState, make_step: MakeStep) -> None:

@@ -80,6 +80,13 @@ def test_what_was_heard_of_an_earlier_process_is_not_the_new_one(make_worker: Ma
     assert (row.state, row.pid, row.produced) == ("starting", 8, None)
 
 
+def test_one_that_hangs_for_minutes_is_silent_and_does_not_start() -> None:
+    (row,) = joined(known(worker(pid=os.getpid(), ready=True)), [], NOW)
+    assert (row.state, row.counts_as, row.is_unwell) == ("silent", "silent", True)
+    (row,) = joined(known(worker(pid=os.getpid())), [], NOW)
+    assert (row.state, row.is_unwell) == ("starting", False)
+
+
 @pytest.mark.parametrize(
     ("phase", "state", "draining", "shown"),
     [

@@ -1,4 +1,11 @@
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
+
+import psutil
+import pytest
 
 from rolloutmq.services.orchestrator.simulation.comparison import compared, processors
 from rolloutmq.services.orchestrator.simulation.controllers import CONTROLLERS, REFERENCE
@@ -37,6 +44,36 @@ def test_other_processes_find_the_same() -> None:
     scenarios = [replace(TWO, lasts_s=5000.0), CRASHING]
     assert list(compared(scenarios, 1, ["ratio"], processes=2)) == list(compared(scenarios, 1, ["ratio"]))
     assert processors() >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_first(number: signal.Signals) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "rolloutmq.launch.cli",
+        "simulate",
+        "--scenario",
+        "waves",
+        "--seeds",
+        "500",
+    ]
+    first = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        is_at_work = psutil.Process(first.pid)
+        others: list[psutil.Process] = []
+        until = time.monotonic() + 60.0
+        while len(others := is_at_work.children()) < 2:
+            assert first.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        first.send_signal(number)
+        first.wait(60.0)
+        _, alive = psutil.wait_procs(others, 60.0)
+        assert not alive
+    finally:
+        first.kill()
+        first.wait()
 
 
 def test_the_table_has_a_block_for_each_environment_and_a_row_for_each_controller() -> None:

@@ -58,6 +58,15 @@ def test_a_prompt_of_text_is_the_users() -> None:
     assert made.messages[0] == {"role": "user", "content": "?"}
 
 
+@pytest.mark.parametrize("empty", [{}, {"content": None}, {"content": ""}])
+def test_an_empty_answer_has_an_empty_text(empty: dict[str, Any]) -> None:
+    made = trajectory_of(
+        rollout(turn("0"), completion=[{"role": "assistant", **empty}]), SAMPLED, {"right": 1.0}
+    )
+    assert made.messages is not None
+    assert made.messages[-1] == {"role": "assistant", "content": ""}
+
+
 def test_a_rewritten_prompt_fails_the_rollout() -> None:
     rewritten = Completion("c", [1, 2, 3, 8, 9], [5], [-1.5])
     with pytest.raises(
