@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
+from heapq import nlargest
 from math import inf
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -29,7 +30,7 @@ from rolloutmq.bus.transport.route import endpoints_of
 from rolloutmq.launch.end_notice import failure_reports
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError
-from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import printable_lines, shell_word
 from rolloutmq.schemas.wire.control import GetStatus, StatusReply
 from rolloutmq.schemas.wire.envelope import Split
@@ -42,17 +43,22 @@ from rolloutmq.services.broker.snapshots.memory_snapshot import load
 from rolloutmq.services.dashboard.record.damage import damaged_lines
 from rolloutmq.services.monitor.liveness import UNENDED, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
-from rolloutmq.services.monitor.report.bias import Bias, Produced, described, find_bias, headed
+from rolloutmq.services.monitor.report.bias import Bias, GroupFigures, Produced, described, headed
 from rolloutmq.services.monitor.report.bias_table import table, verdict_line
 from rolloutmq.services.monitor.report.evaluation import Evaluations
+from rolloutmq.services.monitor.report.group_records import (
+    NO_LOG,
+    Acked,
+    GroupPart,
+    Settled,
+    group_records,
+)
 from rolloutmq.services.monitor.report.history import lives_at
 from rolloutmq.services.monitor.report.metrics import Metrics, read_metrics
 from rolloutmq.services.monitor.report.plot import bound_text, write_report
+from rolloutmq.services.monitor.report.settled_log import TrainerLog, read_log, read_settled
 from rolloutmq.services.monitor.report.summary import (
     LedgerFigures,
-    read_acks,
-    read_settled,
-    read_trainer_log,
     settle_accounts,
     summarise,
 )
@@ -108,22 +114,41 @@ def ledger_figures(layout: RunLayout, *, is_ours: bool) -> LedgerFigures | None:
     settled = _settled(figures, layout)
     if named:
         return figures if settled > named else None
-    log = read_trainer_log(read_whole_lines(layout.settled, SettledBatch, Counter()))
-    return figures if settled >= len(log.trained().keys() | log.filtered()) else None
+    log = read_log(layout.settled, partial(read_whole_lines, damaged=Counter()))
+    return figures if settled >= _named(layout, log, void=False) else None
 
 
 def _settled(figures: LedgerFigures, layout: RunLayout) -> int:
     """Return the number of groups that a trainer has settled, at least."""
-    evaluated = read_acks(layout).evaluated
-    counts = figures.without(evaluated).counts
+    evaluated = Counter[str]()
+    with group_records(layout, NO_LOG, kinds={Acked}) as records:
+        for part in records:
+            for name in part.acks().evaluated:
+                evaluated[figures.states.get(name, "")] += 1
+    counts = figures.less(evaluated).counts
     # Those whose state is not known ended before the history begins, so they are among the counts.
-    return counts["trained"] + counts["filtered"] - len(evaluated.difference(figures.states))
+    return counts["trained"] + counts["filtered"] - evaluated[""]
 
 
 def _logged(layout: RunLayout) -> int:
     """Return the number of groups that the trainer's log names, also in void lines; damaged lines name none."""
-    lines = read_whole_lines(layout.trained, SettledBatch, Counter())
-    return len({name for line in lines for name in (*line.trained, *line.filtered)})
+    log = read_log(layout.trained, partial(read_whole_lines, damaged=Counter()))
+    return _named(layout, log, void=True)
+
+
+def _named(layout: RunLayout, log: TrainerLog, *, void: bool) -> int:
+    """Return the number of trained and filtered groups that a log names; with `void` also those of void lines."""
+    with group_records(layout, log, kinds={Settled}) as records:
+        return sum(
+            len(
+                {
+                    one.group_id
+                    for one in part.settled
+                    if one.outcome != "rejected" and (void or not one.is_void)
+                }
+            )
+            for part in records
+        )
 
 
 def _ledger(layout: RunLayout) -> LedgerFigures | None:
@@ -179,17 +204,17 @@ def _held(layout: RunLayout) -> list[str]:
     ledger, lanes = status.pressure.ledger, status.pressure.lanes
     evaluated = sum(lane.queued_groups + lane.leased_groups for lane in lanes if lane.split is Split.EVAL)
     count = max(0, ledger.queued + ledger.leased - evaluated)
-    damaged: Counter[str] = Counter()
-    acked = {
-        line.group_id: line.at
-        for path in layout.acks.glob("*.jsonl")
-        for line in read_whole_lines(path, AckedGroup, damaged)
-        if line.split is not Split.EVAL
-    }
-    log = read_settled(layout, partial(read_whole_lines, damaged=damaged))
-    dropped = list(read_whole_lines(layout.dropped, DroppedGroup, damaged))
-    unnamed = settle_accounts(acked, log, dropped, ()).lost
-    return sorted(unnamed, key=lambda name: acked.get(name, 0.0), reverse=True)[:count]
+    read = partial(read_whole_lines, damaged=Counter())
+    log = read_settled(layout, read)
+    unnamed: list[tuple[float, str]] = []
+    with group_records(layout, log, read) as records:
+        for part in records:
+            acked = {
+                one.group.group_id: one.group.at for one in part.acked if one.group.split is not Split.EVAL
+            }
+            lost = settle_accounts(acked, part.ids(), part.dropped, ()).lost
+            unnamed = nlargest(count, [*unnamed, *((acked.get(name, 0.0), name) for name in lost)])
+    return [name for _, name in unnamed]
 
 
 def survey(
@@ -203,22 +228,34 @@ def survey(
         ledger: The broker's ledger, if the trainer wrote no log.
         as_of: Time at which a running broker's records were read, wall-clock seconds: it has what was accepted since.
     """
-    since: set[str] = set()
-    unreadable: Counter[str] = Counter()
+    unreadable, of_batches = Counter[str](), Counter[str]()
+    log = read_settled(layout, partial(read_whole_lines, damaged=of_batches))
+    read = partial(read_whole_lines, damaged=unreadable)
+    figures, held, damage = GroupFigures(), tuple(saved), dict[str, None]()
+    with group_records(layout, log, read) as records:
+        for part in records:
+            acked = _described(part)
+            names = {one.group.group_id for one in part.acked if one.group.at >= as_of}.union(
+                filter(part.has, held)
+            )
+            states = None if ledger is None else ledger.part(part.has)
+            accounts = settle_accounts(acked, part.ids(), part.dropped, names, states)
+            produced = {name: group for name, group in acked.items() if group is not None}
+            if unknown := accounts.accepted - produced.keys():
+                history = JournalHistory(layout.journal)
+                produced.update(_journaled(history, unknown))
+                damage |= dict.fromkeys(history.damage)
+            figures.add(produced, accounts)
+    of_dropped = Counter({layout.dropped.name: unreadable.pop(layout.dropped.name, 0)})
+    return Survey(figures.bias(), dict(unreadable + of_batches + of_dropped), tuple(damage))
+
+
+def _described(part: GroupPart) -> dict[str, Produced | None]:
+    """Return what the ack logs say of each group; None if an earlier version wrote its line."""
     acked: dict[str, Produced | None] = {}
-    for path in sorted(layout.acks.glob("*.jsonl")):
-        for line in read_whole_lines(path, AckedGroup, unreadable):
-            acked[line.group_id] = described(line) or acked.get(line.group_id)
-            if line.at >= as_of:
-                since.add(line.group_id)
-    log = read_settled(layout, partial(read_whole_lines, damaged=unreadable))
-    dropped = list(read_whole_lines(layout.dropped, DroppedGroup, unreadable))
-    accounts = settle_accounts(acked, log, dropped, since.union(saved), ledger)
-    produced = {name: group for name, group in acked.items() if group is not None}
-    history = JournalHistory(layout.journal)
-    if unknown := accounts.accepted - produced.keys():
-        produced.update(_journaled(history, unknown))
-    return Survey(find_bias(produced, accounts), dict(unreadable), tuple(history.damage))
+    for one in part.acked:
+        acked[one.group.group_id] = described(one.group) or acked.get(one.group.group_id)
+    return acked
 
 
 class Records(NamedTuple):

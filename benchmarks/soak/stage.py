@@ -434,7 +434,7 @@ class Performance:
             for line in path.read_bytes().split(b"\n")[:-1]
         ]
         found = verify(
-            self._layout.journal, self._layout.dead, lambda: Witness(acked, audit.trained(verdict))
+            self._layout.journal, self._layout.dead, lambda: Witness(acked, (audit.trained(verdict),))
         )
         for problem in found.problems:
             verdict.blame("ledger verify", str(problem))

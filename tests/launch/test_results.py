@@ -323,7 +323,7 @@ def test_report_of_an_active_run_does_not_make_it_ended(layout: RunLayout) -> No
     """Its file said `not yet`, and every other command took that for the reason of its end."""
     addresses = Endpoints(ingest="", serve="", events="", publish="", pid=os.getpid(), epoch=1)
     write_json(layout.endpoints, addresses)
-    assert "ended      not yet\n" in report(layout).stdout
+    assert "ended      not yet, after " in report(layout).stdout
     layout.endpoints.unlink()
     assert "its broker, which was started by hand, has ended" in fate_of(layout).say(layout)
 
@@ -347,7 +347,7 @@ def test_report_of_a_broker_started_by_hand_names_no_launcher(layout: RunLayout)
     addresses = Endpoints(ingest="", serve="", events="", publish="", pid=os.getpid(), epoch=1)
     write_json(layout.endpoints, addresses)
     told = report(layout).stdout
-    assert "ended      not yet\n" in told
+    assert "ended      not yet, after " in told
     assert "continue with" not in told
     layout.endpoints.unlink()
     told = report(layout).stdout

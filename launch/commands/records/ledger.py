@@ -5,20 +5,21 @@ Exit codes: 0 every group is accounted for, or the run has no journal (durabilit
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rolloutmq.bus.rundir import read_run
-from rolloutmq.schemas.files import AckedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.files import AckedGroup, RunLayout
 from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.schemas.wire.replies import Durability
 from rolloutmq.services.broker.journal.inspect import verify as books
 from rolloutmq.services.broker.journal.inspect.verify import Verdict, Witness
 from rolloutmq.services.broker.journal.read.versions import require_own_records
-from rolloutmq.services.monitor.report.summary import read_settled, read_trainer_log
+from rolloutmq.services.monitor.report.group_records import Settled, group_records
+from rolloutmq.services.monitor.report.settled_log import TrainerLog, read_log, read_settled
 from rolloutmq.services.monitor.text.exit_codes import FAILED, reader_may_leave
 from rolloutmq.services.monitor.text.jsonl import read_lines
 
@@ -53,17 +54,51 @@ def recorded(layout: RunLayout) -> bool:
 
 
 def witness(layout: RunLayout) -> Witness:
-    """Read the records of producers and trainer beside the journal; of a trainer without a log, those of the broker.
+    """Return the records of producers and trainer beside the journal; of a trainer without a log, those of the broker.
+
+    They are those of now, and read when they are needed.
 
     Raises:
-        DamagedFileError: A complete line does not decode.
+        DamagedFileError: A complete line of a log of batches does not decode; one of producers: as it is read.
     """
-    acked = [line for path in sorted(layout.acks.glob("*.jsonl")) for line in read_lines(path, AckedGroup)]
-    own = read_trainer_log(read_lines(layout.trained, SettledBatch))
+    acked = _Acked(layout)
+    own = read_log(layout.trained)
     if own.batches or own.resumed_at:
-        return Witness(acked, own.trained())
+        return Witness(acked, _Trained(layout, own))
     # The broker's log may lack the line of a resume, if the broker was killed: it says what was trained, not how often.
-    return Witness(acked, dict.fromkeys(read_settled(layout).trained(), 1))
+    return Witness(acked, _Trained(layout, read_settled(layout), once=True))
+
+
+class _Acked:
+    """Lines of the producers' ack logs, up to the present end of each."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._sizes = {path: path.stat().st_size for path in sorted(layout.acks.glob("*.jsonl"))}
+
+    def __iter__(self) -> Iterator[AckedGroup]:
+        for path, size in self._sizes.items():
+            yield from read_lines(path, AckedGroup, size)
+
+
+class _Trained:
+    """How often a log counts each group as trained, in parts that fit into memory.
+
+    Args:
+        layout: Of the run.
+        log: Its settled batches.
+        once: Each counts once.
+    """
+
+    def __init__(self, layout: RunLayout, log: TrainerLog, *, once: bool = False) -> None:
+        self._layout = layout
+        self._log = log
+        self._once = once
+
+    def __iter__(self) -> Iterator[Mapping[str, int]]:
+        with group_records(self._layout, self._log, kinds={Settled}) as records:
+            for part in records:
+                trained = part.ids().trained
+                yield dict.fromkeys(trained, 1) if self._once else trained
 
 
 def _json(verdict: Verdict) -> str:

@@ -24,9 +24,10 @@ from rolloutmq.schemas.wire.latency import LatencySample
 from rolloutmq.services.monitor.liveness import Fate, RunLiveness
 from rolloutmq.services.monitor.profile.usage import UsageLine, part_of_run, read_usage
 from rolloutmq.services.monitor.report.figure_course import WINDOW_STEPS
+from rolloutmq.services.monitor.report.group_records import EnvRewards, group_records
 from rolloutmq.services.monitor.report.history import ran_s
 from rolloutmq.services.monitor.report.latencies import LatencyKey, LatencySums, Percentiles
-from rolloutmq.services.monitor.report.summary import TrainerLog, read_acks, read_settled
+from rolloutmq.services.monitor.report.settled_log import TrainerLog, mean, read_settled
 from rolloutmq.services.monitor.text.jsonl import read_whole_lines
 
 RATE_PARTS: Final = 100
@@ -186,13 +187,22 @@ def _evaluation(summary: Mapping[str, Any]) -> tuple[float | None, float | None]
 def _rewards(layout: RunLayout, log: TrainerLog, notes: list[str]) -> dict[str, Course]:
     """Return the course of each environment; of all together, named `all`, where nothing tells them apart."""
     try:
-        by_env = log.rewards_of(read_acks(layout).env_of)
+        by_env = _by_env(layout, log)
     except DamagedFileError as error:
         notes.append(f"rewards of all environments together: {error}")
         by_env = {}
     if not by_env and (points := log.step_points()):
         by_env = {"all": [reward for _, reward in points]}
     return {env: course(rewards) for env, rewards in sorted(by_env.items()) if rewards}
+
+
+def _by_env(layout: RunLayout, log: TrainerLog) -> dict[str, list[float]]:
+    """Return the mean score of each step by environment. DamagedFileError: a log of producers or drops is damaged."""
+    rewards = EnvRewards()
+    with group_records(layout, log) as records:
+        for part in records:
+            rewards.add(part.settled, part.acks().env_of)
+    return rewards.courses(len(log.step_points()))
 
 
 def _latencies(path: Path) -> dict[LatencyKey, Percentiles]:
@@ -229,12 +239,13 @@ def _reward_points(log: TrainerLog, lives: Sequence[Life]) -> Points:
 
 
 def _staleness(log: TrainerLog, lives: Sequence[Life]) -> Points:
-    batches, start = [batch for batch in log.batches if batch.staleness], _start(log, lives)
-    return Points(
-        [batch.version.step for batch in batches],
-        [_ran_s(batch.at, start, lives) for batch in batches],
-        [sum(batch.staleness) / len(batch.staleness) for batch in batches],
-    )
+    start = _start(log, lives)
+    points = [
+        (batch.version.step, _ran_s(batch.at, start, lives), mean(batch.staleness))
+        for batch in log.batches
+        if batch.staleness
+    ]
+    return Points(*map(list, zip(*points, strict=True))) if points else Points()
 
 
 def _throughput(log: TrainerLog, lives: Sequence[Life]) -> Points:

@@ -271,21 +271,42 @@ def find_bias(produced: Mapping[str, Produced], accounts: GroupCounts) -> Bias:
         produced: Descriptions of groups, by id.
         accounts: Fate of every accepted group.
     """
-    groups: dict[str, list[Produced]] = {}
-    fates: dict[str, array[int]] = {}
-    evaluation, undescribed = 0, Counter[str]()
-    for number, fate in enumerate(FATES):
-        for name in getattr(accounts, fate):
-            group = produced.get(name)
-            if group is None:
-                undescribed[fate] += 1
-            elif group.split is Split.EVAL:
-                evaluation += 1
-            else:
-                groups.setdefault(group.env, []).append(group)
-                fates.setdefault(group.env, array("b")).append(number)
-    found = {env: _environment(groups[env], np.array(fates[env], np.int8)) for env in sorted(groups)}
-    return Bias(found, _across(found.values()), evaluation, dict(undescribed))
+    figures = GroupFigures()
+    figures.add(produced, accounts)
+    return figures.bias()
+
+
+class GroupFigures:
+    """Figures and fates of produced groups: 33 bytes for each, since the comparison needs their quartiles."""
+
+    def __init__(self) -> None:
+        self._figures: dict[str, array[float]] = {}
+        self._fates: dict[str, array[int]] = {}
+        self._evaluation = 0
+        self._undescribed = Counter[str]()
+
+    def add(self, produced: Mapping[str, Produced], accounts: GroupCounts) -> None:
+        """Take groups; arguments as for `find_bias`, each group once."""
+        for number, fate in enumerate(FATES):
+            for name in getattr(accounts, fate):
+                group = produced.get(name)
+                if group is None:
+                    self._undescribed[fate] += 1
+                elif group.split is Split.EVAL:
+                    self._evaluation += 1
+                else:
+                    self._figures.setdefault(group.env, array("d")).extend(group[1:5])
+                    self._fates.setdefault(group.env, array("b")).append(number)
+
+    def bias(self) -> Bias:
+        """Compare produced with trained groups."""
+        found = {
+            env: _environment(
+                np.array(self._figures[env]).reshape(-1, 4), np.array(self._fates[env], np.int8)
+            )
+            for env in sorted(self._figures)
+        }
+        return Bias(found, _across(found.values()), self._evaluation, dict(self._undescribed))
 
 
 def _across(found: Iterable[EnvironmentBias]) -> Comparison:
@@ -296,9 +317,8 @@ def _across(found: Iterable[EnvironmentBias]) -> Comparison:
     )
 
 
-def _environment(groups: Sequence[Produced], fates: NDArray[np.int8]) -> EnvironmentBias:
-    # One array of all figures: a run may have a hundred thousand groups.
-    figures = np.array([group[1:5] for group in groups], np.float64)
+def _environment(figures: NDArray[np.float64], fates: NDArray[np.int8]) -> EnvironmentBias:
+    """Return the comparison of one environment; `figures` has a row for each group."""
     counts = np.bincount(fates, minlength=len(FATES)).tolist()
     return EnvironmentBias(
         produced=_side(figures),

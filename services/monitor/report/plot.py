@@ -19,7 +19,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.lives import pauses
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
 from rolloutmq.services.monitor.report.metrics import MarkKind, Metrics, bounds_in_force, read_metrics
-from rolloutmq.services.monitor.report.summary import TrainerLog, read_settled
+from rolloutmq.services.monitor.report.settled_log import TrainerLog, mean, read_settled
 from rolloutmq.services.plotting import (
     AMBER,
     BLUE,
@@ -157,9 +157,9 @@ def _reward(panel: Any, log: TrainerLog, evaluated: _Series, start: float) -> No
     times = [at - start for at, _ in points]
     rewards = [reward for _, reward in points]
     breaks = [at - start for at in log.resumed_at]
-    void = [batch for batch in log.voided if batch.rewards]
-    lost = [sum(batch.rewards) / len(batch.rewards) for batch in void]
-    panel.plot([batch.at - start for batch in void], lost, ".", color=QUIET, alpha=0.6, markersize=2)
+    void = [(batch.at - start, mean(batch.rewards)) for batch in log.voided if batch.rewards]
+    lost = [reward for _, reward in void]
+    panel.plot([t for t, _ in void], lost, ".", color=QUIET, alpha=0.6, markersize=2)
     panel.plot(*_broken(times, rewards, breaks), color=BLUE, alpha=0.25, linewidth=0.8)
     panel.plot(*_broken(times, smoothed(rewards, SMOOTHED_STEPS), breaks), color=BLUE, linewidth=1.8)
     panel.plot(*evaluated, "D", color=GREEN, markersize=4)
@@ -184,10 +184,13 @@ def _pressure(panel: Any, metrics: Metrics, config: RunConfig, start: float, dow
 
 
 def _staleness(panel: Any, log: TrainerLog, bounds: Sequence[tuple[float, int]], start: float) -> None:
-    batches = [batch for batch in log.batches if batch.staleness]
-    times = [batch.at - start for batch in batches]
-    worst = [max(batch.staleness) for batch in batches]
-    mean = [sum(batch.staleness) / len(batch.staleness) for batch in batches]
+    points = [
+        (batch.at - start, max(batch.staleness), mean(batch.staleness))
+        for batch in log.batches
+        if batch.staleness
+    ]
+    times = [t for t, _, _ in points]
+    worst = [most for _, most, _ in points]
     end = max([0.0, *times])
     since = [min(end, max(0.0, t - start)) for t, _ in bounds]
     limits = [bound for _, bound in bounds]
@@ -196,7 +199,11 @@ def _staleness(panel: Any, log: TrainerLog, bounds: Sequence[tuple[float, int]],
         panel.plot([*since, max(end, 1.0)], [*limits, limits[-1]], drawstyle="steps-post", **style)
     panel.plot(times, worst, ".", color=VIOLET, alpha=0.45, markersize=2.2)
     breaks = [at - start for at in log.resumed_at]
-    panel.plot(*_broken(times, smoothed(mean, SMOOTHED_STEPS), breaks), color=VIOLET, linewidth=1.4)
+    panel.plot(
+        *_broken(times, smoothed([value for _, _, value in points], SMOOTHED_STEPS), breaks),
+        color=VIOLET,
+        linewidth=1.4,
+    )
     panel.set_ylim(-0.3, max([1, *limits, *worst]) + 0.8)
     _label(panel, "staleness", "policy versions; dots: largest of a step, line: mean, dashed: bound", VIOLET)
 

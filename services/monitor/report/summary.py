@@ -14,23 +14,21 @@ those of `rolloutmq ledger verify`.
 """
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from math import inf
-from pathlib import Path
-from sys import intern
 from typing import Any, Final
 
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.files import DroppedGroup, RunLayout
 from rolloutmq.schemas.lives import Life, paused_s, pauses, seconds_of
-from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.monitor.report.evaluation import Evaluations, figures
 from rolloutmq.services.monitor.report.figure_course import WINDOW_STEPS, FigureCourse
+from rolloutmq.services.monitor.report.group_records import EnvRewards, GroupRecords, group_records
 from rolloutmq.services.monitor.report.metrics import Metrics, bounds_in_force, read_metrics
-from rolloutmq.services.monitor.text.jsonl import read_lines
+from rolloutmq.services.monitor.report.settled_log import SettledIds, TrainerLog, mean, read_settled
 
 TOLD_BY_TRAINER: Final = (
     *("groups_trained", "groups_filtered", "groups_lost"),
@@ -38,121 +36,11 @@ TOLD_BY_TRAINER: Final = (
 )
 """Figures that only the trainer's log or the ledger can supply."""
 
+PLACES: Final = ("accepted", "trained", "filtered", "expired", "dead", "discarded", "in_flight")
+"""Places of groups in the summary, by the names of `GroupCounts`; it names the lost ones after them."""
+
 ReadIds = Callable[[RunLayout], Iterable[str]]
 """Reads the ids of the groups in a `saved.rmq`."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerLog:
-    """Valid lines of `trained.jsonl`, or else of `settled.jsonl`: those no later `resumed` line voided.
-
-    Attributes:
-        batches: Valid batches, in order.
-        voided: Void batches: the weights they led to are gone.
-        resumed_at: Times at which a trainer resumed.
-    """
-
-    batches: tuple[SettledBatch, ...]
-    voided: tuple[SettledBatch, ...]
-    resumed_at: tuple[float, ...]
-
-    def trained(self) -> Counter[str]:
-        """Return how often each group was trained."""
-        return Counter(name for batch in self.batches for name in batch.trained)
-
-    def rivals(self) -> dict[str, int]:
-        """Return the last step of each consumer, if several took the same step of one policy; else nothing."""
-        takers: defaultdict[PolicyVersion, set[str]] = defaultdict(set)
-        for batch in self.batches:
-            if batch.trained and batch.consumer:
-                takers[batch.version].add(batch.consumer)
-        if not any(len(names) > 1 for names in takers.values()):
-            return {}
-        last: dict[str, int] = {}
-        for version in sorted(takers):
-            last |= dict.fromkeys(sorted(takers[version]), version.step)
-        return last
-
-    def filtered(self) -> set[str]:
-        return {name for batch in self.batches for name in batch.filtered}
-
-    def rejected(self) -> set[str]:
-        return {name for batch in self.batches for name in batch.rejected}
-
-    def voided_ids(self) -> set[str]:
-        """Return every group of a voided batch."""
-        return {name for batch in self.voided for name in (*batch.trained, *batch.filtered, *batch.rejected)}
-
-    def step_points(self) -> list[tuple[float, float]]:
-        """Return time and mean raw score of each step, over all groups pulled for it.
-
-        A batch without a step (all its groups filtered) belongs to the next step.
-        """
-        return [(at, _mean([reward for _, reward in pulled])) for at, pulled in self._pulled()]
-
-    def rewards_of(self, env_of: Mapping[str, str]) -> dict[str, list[float]]:
-        """Return the mean raw score of each step by environment; steps without its groups are left out.
-
-        Args:
-            env_of: Environment of each group; groups that it does not name are left out.
-        """
-        found: defaultdict[str, list[float]] = defaultdict(list)
-        for _, pulled in self._pulled():
-            own: defaultdict[str, list[float]] = defaultdict(list)
-            for name, reward in pulled:
-                own[env_of.get(name, "")].append(reward)
-            for env, rewards in own.items():
-                found[env].append(_mean(rewards))
-        found.pop("", None)
-        return found
-
-    def _pulled(self) -> Iterator[tuple[float, list[tuple[str, float]]]]:
-        """Yield the time of each step, and id and score of every group pulled for it."""
-        pulled: list[tuple[str, float]] = []
-        taken = 0
-        for batch in self.batches:
-            pulled.extend(zip((*batch.trained, *batch.filtered), batch.rewards, strict=False))
-            if batch.version.step <= taken:
-                continue
-            taken = batch.version.step
-            yield batch.at, pulled
-            pulled = []
-
-
-Read = Callable[[Path, type[SettledBatch]], Iterable[SettledBatch]]
-"""Reads the lines of a log."""
-
-
-def read_settled(layout: RunLayout, read: Read = read_lines) -> TrainerLog:
-    """Return the log of the trainer; if it wrote none, that of the broker."""
-    return read_trainer_log(_settled_lines(layout, read))
-
-
-def _settled_lines(layout: RunLayout, read: Read = read_lines) -> Iterator[SettledBatch]:
-    """Yield the lines of the trainer's log; if it wrote none, those of the broker's."""
-    own = iter(read(layout.trained, SettledBatch))
-    first = next(own, None)
-    if first is None:
-        yield from read(layout.settled, SettledBatch)
-    else:
-        yield first
-        yield from own
-
-
-def read_trainer_log(lines: Iterable[SettledBatch]) -> TrainerLog:
-    """Void the earlier lines with a higher step at each resume."""
-    counted: list[SettledBatch] = []
-    voided: list[SettledBatch] = []
-    resumed_at: list[float] = []
-    for line in lines:
-        if line.resumed:
-            resumed_at.append(line.at)
-            voided += [batch for batch in counted if batch.version.step > line.version.step]
-            counted = [batch for batch in counted if batch.version.step <= line.version.step]
-            if not (line.trained or line.filtered or line.rejected):
-                continue
-        counted.append(line)
-    return TrainerLog(tuple(counted), tuple(voided), tuple(resumed_at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,15 +61,21 @@ class LedgerFigures:
     states: Mapping[str, str]
     is_whole: bool
 
+    def part(self, has: Callable[[str], bool]) -> "LedgerFigures":
+        """Return the figures with the states of some groups only."""
+        return replace(self, states={name: state for name, state in self.states.items() if has(name)})
+
     def without(self, names: Container[str]) -> "LedgerFigures":
         """Return the figures without the named groups, as far as their state is known."""
-        gone = Counter(state for name, state in self.states.items() if name in names)
+        found = self.less(Counter(state for name, state in self.states.items() if name in names))
         return replace(
-            self,
-            accepted=self.accepted - gone.total(),
-            counts={state: count - gone[state] for state, count in self.counts.items()},
-            states={name: state for name, state in self.states.items() if name not in names},
+            found, states={name: state for name, state in self.states.items() if name not in names}
         )
+
+    def less(self, gone: Counter[str]) -> "LedgerFigures":
+        """Return the figures less a number of groups by state."""
+        counts = {state: count - gone[state] for state, count in self.counts.items()}
+        return replace(self, accepted=self.accepted - gone.total(), counts=counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +97,7 @@ class GroupCounts:
 
 def settle_accounts(
     acked: Iterable[str],
-    log: TrainerLog,
+    settled: SettledIds,
     dropped: Sequence[DroppedGroup],
     saved: Iterable[str],
     ledger: LedgerFigures | None = None,
@@ -217,18 +111,18 @@ def settle_accounts(
         for state in ("dead", "expired", "discarded")
     }
     places = {
-        "trained": set(log.trained()),
-        "filtered": log.filtered(),
+        "trained": set(settled.trained),
+        "filtered": set(settled.filtered),
         "in_flight": set(saved),
         "expired": given_up["expired"],
         "discarded": given_up["discarded"],
-        "dead": given_up["dead"] | log.rejected(),
+        "dead": given_up["dead"] | settled.rejected,
     }
     if ledger is not None:
         for place, names in places.items():
             names.difference_update(ledger.states)
             names.update(name for name, state in ledger.states.items() if state == place)
-    accepted = set(acked).union(log.voided_ids(), *places.values())
+    accepted = set(acked).union(settled.voided, *places.values())
     rest = set(accepted)
     found: dict[str, frozenset[str]] = {}
     for place, names in places.items():
@@ -238,38 +132,56 @@ def settle_accounts(
 
 
 @dataclass(slots=True)
-class AckLog:
-    """Ids of the groups that were acked to producers."""
+class Joined:
+    """Sums over all groups of a run.
 
-    ids: set[str] = field(default_factory=set)
-    evaluated: set[str] = field(default_factory=set)
-    """Those of the groups for evaluation, which no trainer gets; `ids` does not have them."""
-    since: set[str] = field(default_factory=set)
-    """Those of `ids` that were acked after a running broker was read."""
-    repeated: int = 0
-    """Ids acked under two numbers: two groups of one name, or one group accepted twice."""
-    env_of: dict[str, str] = field(default_factory=dict)
-    """Environment of each group, without those of lines that name none."""
+    Attributes:
+        counts: Groups by the names of `GroupCounts`.
+        trained_twice, rewound, acked_twice, evaluated: Groups, as `summarise` returns them.
+        rewards: Scores by environment.
+        gone: Groups for evaluation that the ledger names, by state.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    trained_twice: int = 0
+    rewound: int = 0
+    acked_twice: int = 0
+    evaluated: int = 0
+    rewards: EnvRewards = field(default_factory=EnvRewards)
+    gone: Counter[str] = field(default_factory=Counter)
 
 
-def read_acks(layout: RunLayout, as_of: float = inf) -> AckLog:
-    """Read the ack logs of all producers; `as_of` is when a running broker was read, wall-clock seconds."""
-    numbers: dict[str, tuple[str, int, int]] = {}
-    log = AckLog()
-    evaluated: set[str] = set()
-    for path in sorted(layout.acks.glob("*.jsonl")):
-        for line in read_lines(path, AckedGroup):
-            number = (path.stem, line.session, line.seq)
-            if numbers.setdefault(line.group_id, number) != number:
-                log.repeated += 1
-            if line.env:
-                log.env_of[line.group_id] = intern(line.env)
-            if line.split is Split.EVAL:
-                evaluated.add(line.group_id)
-            elif line.at >= as_of:
-                log.since.add(line.group_id)
-    log.ids, log.evaluated = numbers.keys() - evaluated, evaluated
-    return log
+def join_groups(
+    records: GroupRecords, saved: Collection[str], ledger: LedgerFigures | None = None, as_of: float = inf
+) -> Joined:
+    """Sum the records of all groups. Those for evaluation count as `evaluated` alone.
+
+    Args:
+        records: Of the run.
+        saved: Ids of the groups the broker still has.
+        ledger: The broker's ledger, if the trainer wrote no log.
+        as_of: Time at which a running broker was read, wall-clock seconds.
+    """
+    found = Joined()
+    for part in records:
+        acks, ids = part.acks(as_of), part.ids()
+        states = None if ledger is None else ledger.part(part.has)
+        accounts = settle_accounts(
+            acks.ids,
+            ids,
+            [one for one in part.dropped if one.group_id not in acks.evaluated],
+            acks.since.union(name for name in saved if part.has(name) and name not in acks.evaluated),
+            states and states.without(acks.evaluated),
+        )
+        found.counts.update({place: len(getattr(accounts, place)) for place in (*PLACES, "lost")})
+        found.trained_twice += sum(1 for times in ids.trained.values() if times > 1)
+        found.rewound += len(ids.voided & (accounts.trained | accounts.filtered))
+        found.acked_twice += acks.repeated
+        found.evaluated += len(acks.evaluated)
+        found.rewards.add(part.settled, acks.env_of)
+        if states is not None:
+            found.gone.update(state for name, state in states.states.items() if name in acks.evaluated)
+    return found
 
 
 def summarise(
@@ -345,11 +257,9 @@ def summarise(
         DamagedFileError: A log that names groups is damaged: a join over the rest would be silently wrong.
     """
     log = read_settled(layout)
-    acks = read_acks(layout, as_of)
-    dropped = [one for one in read_lines(layout.dropped, DroppedGroup) if one.group_id not in acks.evaluated]
-    saved = [name for name in saved_ids(layout) if name not in acks.evaluated]
-    ledger = ledger.without(acks.evaluated) if ledger is not None else None
-    accounts = settle_accounts(acks.ids, log, dropped, acks.since.union(saved), ledger)
+    with group_records(layout, log) as records:
+        joined = join_groups(records, list(saved_ids(layout)), ledger, as_of)
+    ledger = ledger and ledger.less(joined.gone)
     seen = seen or read_metrics(layout.metrics)
     fewest = sum(env.min_workers for env in config.environment.values())
     ready = _ready(seen, log, lives, fewest)
@@ -358,9 +268,11 @@ def summarise(
     return {
         **_progress(log, seen, wall_s, lives),
         **({"trainers": rivals} if (rivals := log.rivals()) else {}),
-        "environments": {env: _course(own) for env, own in sorted(log.rewards_of(acks.env_of).items())},
-        **_groups(accounts, log, ledger, is_ours=config.trainer.enabled or bool(log.batches)),
-        "groups_acked_twice": acks.repeated,
+        "environments": {
+            env: _course(own) for env, own in sorted(joined.rewards.courses(len(log.step_points())).items())
+        },
+        **_groups(joined, ledger, is_ours=config.trainer.enabled or bool(log.batches)),
+        "groups_acked_twice": joined.acked_twice,
         **_staleness(log, bounds_in_force(config, seen.bounds)),
         **({"staleness_max": None} if ledger is not None and not log.batches else {}),
         "workers_min": min(ready, default=0),
@@ -371,7 +283,7 @@ def summarise(
         **({"curriculum": seen.curricula} if seen.curricula else {}),
         **({"metrics_lines_damaged": damaged_lines} if damaged_lines else {}),
         "findings": sorted(seen.findings),
-        "groups_evaluated": len(acks.evaluated),
+        "groups_evaluated": joined.evaluated,
         "evaluation": figures(Evaluations.read(layout), wall_s),
     }
 
@@ -380,7 +292,7 @@ def _ready(seen: Metrics, log: TrainerLog, lives: Sequence[Life], fewest: int) -
     """Return the numbers of ready workers of all lives, without those of a start or an end."""
     if len(lives) < 2:
         return seen.ready.numbers(fewest, until=log.batches[-1].at if log.batches else None)
-    settled_at = sorted(batch.at for batch in (*log.batches, *log.voided))
+    settled_at = sorted(batch.at for batch in chain(log.batches, log.voided))
     counts: list[int] = []
     for life, following in zip_longest(lives, lives[1:]):
         end = bisect_left(settled_at, inf if following is None else following.began)
@@ -429,29 +341,22 @@ def _learned(figures: Mapping[str, FigureCourse], log: TrainerLog) -> dict[str, 
 def _ends(values: Sequence[float]) -> tuple[float, float]:
     """Return the means over the first and over the last steps; there must be one."""
     steps = max(1, min(WINDOW_STEPS, len(values) // 4))
-    return _mean(values[:steps]), _mean(values[-steps:])
+    return mean(values[:steps]), mean(values[-steps:])
 
 
-def _groups(
-    accounts: GroupCounts, log: TrainerLog, ledger: LedgerFigures | None, *, is_ours: bool
-) -> dict[str, int | None]:
+def _groups(joined: Joined, ledger: LedgerFigures | None, *, is_ours: bool) -> dict[str, int | None]:
+    lost = joined.counts["lost"]
     figures: dict[str, int | None] = {
-        "groups_accepted": len(accounts.accepted),
-        "groups_trained": len(accounts.trained),
-        "groups_filtered": len(accounts.filtered),
-        "groups_expired": len(accounts.expired),
-        "groups_dead": len(accounts.dead),
-        "groups_discarded": len(accounts.discarded),
-        "groups_in_flight": len(accounts.in_flight),
-        "groups_lost": len(accounts.lost),
-        "groups_trained_twice": sum(1 for times in log.trained().values() if times > 1),
-        "groups_rewound": len(log.voided_ids() & (accounts.trained | accounts.filtered)),
+        **{f"groups_{place}": joined.counts[place] for place in PLACES},
+        "groups_lost": lost,
+        "groups_trained_twice": joined.trained_twice,
+        "groups_rewound": joined.rewound,
     }
     if not is_ours:
         figures |= dict.fromkeys(TOLD_BY_TRAINER)
-        figures["groups_settled"] = len(accounts.lost)
+        figures["groups_settled"] = lost
     if ledger is not None:
-        figures |= _of_ledger(ledger, len(accounts.lost))
+        figures |= _of_ledger(ledger, lost)
         if not is_ours:
             figures["groups_settled"] = ledger.counts["trained"] + ledger.counts["filtered"]
     return figures
@@ -475,7 +380,3 @@ def _staleness(log: TrainerLog, bounds: Sequence[tuple[float, int]]) -> dict[str
         "staleness_bound": bounds[-1][1] if bounds else None,
         "staleness_bound_max": max((bound for _, bound in bounds), default=None),
     }
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

@@ -8,6 +8,7 @@ never whole in memory.
 
 from collections import Counter
 from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import IO, Final, NamedTuple, TypeVar
 
@@ -22,17 +23,18 @@ LINE_LIMIT_BYTES: Final = 16 << 20
 """Longest line: a batch of a hundred thousand groups has a third of it."""
 
 
-def read_lines(path: Path, kind: type[T]) -> Iterator[T]:
+def read_lines(path: Path, kind: type[T], until: float = inf) -> Iterator[T]:
     """Yield the records of a file in order; nothing if there is no such file.
 
     Args:
         path: The log.
         kind: Type of a line; other fields are ignored.
+        until: Size of the file: lines that end later were added since, and are left out.
 
     Raises:
         DamagedFileError: A complete line does not decode.
     """
-    for number, record in _lines(path, kind):
+    for number, record in _lines(path, kind, until=until):
         if isinstance(record, _Damage):
             raise DamagedFileError(str(path), number, record.why)
         yield record
@@ -56,12 +58,16 @@ class _Damage(NamedTuple):
     why: str
 
 
-def _lines(path: Path, kind: type[T], containing: bytes = b"") -> Iterator[tuple[int, T | _Damage]]:
+def _lines(
+    path: Path, kind: type[T], containing: bytes = b"", until: float = inf
+) -> Iterator[tuple[int, T | _Damage]]:
     if not path.exists():
         return
     decoder = msgspec.json.Decoder(kind)
     with open_regular(path) as file:
         for number, line in enumerate(_bounded(file), 1):
+            if until < inf and file.tell() > until:
+                return
             if line is None:
                 yield number, _Damage(f"is longer than {LINE_LIMIT_BYTES >> 20} MiB")
                 continue

@@ -243,7 +243,7 @@ async def test_nothing_acked_is_lost_and_nothing_is_trained_twice(
         assert await ledger(oracle) == counts
         assert await asyncio.to_thread(broker.end) == 0
     layout = RunLayout(run_dir)
-    witness = Witness(acked=tuple(acks.values()), trained=oracle.trained)
+    witness = Witness(acked=tuple(acks.values()), trained=(oracle.trained,))
     verdict = verify(layout.journal, layout.dead, lambda: witness)
     assert verdict.problems == []
     assert (verdict.recorded, verdict.accepted) == (True, counts.accepted)

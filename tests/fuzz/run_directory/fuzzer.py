@@ -66,7 +66,8 @@ from rolloutmq.services.monitor.liveness import fate_of
 from rolloutmq.services.monitor.report.bias_table import table
 from rolloutmq.services.monitor.report.history import History, read_history
 from rolloutmq.services.monitor.report.metrics import read_metrics
-from rolloutmq.services.monitor.report.summary import read_trainer_log, summarise
+from rolloutmq.services.monitor.report.settled_log import read_trainer_log
+from rolloutmq.services.monitor.report.summary import summarise
 from rolloutmq.services.monitor.status import gpus, record_view, waits, worker_view
 from rolloutmq.services.monitor.status.ended import ended_text, read_summary
 from rolloutmq.services.monitor.status.lately import read_lately
@@ -317,6 +318,12 @@ def _summary(layout: RunLayout) -> None:
     list(table(results.survey(layout, ()).bias))
 
 
+def _witness(layout: RunLayout) -> None:
+    found = ledger.witness(layout)
+    for _ in (*found.acked, *found.trained):
+        pass
+
+
 def _settled(layout: RunLayout) -> None:
     with LineLog.open(layout.settled):
         read_trainer_log(read_lines(layout.settled, SettledBatch))
@@ -383,9 +390,9 @@ TABLE: Final = (
     Readers("gateway.lock", (), (_locked,)),
     Readers("registrations.json", (), (_registered,)),
     Readers("doubts.log", (), (_doubts,)),
-    Readers("trained.jsonl", (), (_summary, lambda one: ledger.witness(one), _appended)),
+    Readers("trained.jsonl", (), (_summary, _witness, _appended)),
     Readers("trained.jsonl", (), (lambda one: PolicyAncestry.read(one.trained, PolicyVersion(1, 2)),)),
-    Readers("settled.jsonl", (), (_settled, ledger.witness, lambda one: list(explain.notes(one, "g1")))),
+    Readers("settled.jsonl", (), (_settled, _witness, lambda one: list(explain.notes(one, "g1")))),
     Readers("acks/*.jsonl", (), (_summary, lambda one: list(explain.notes(one, "g1")), _appended)),
     Readers("dropped.jsonl", (), (_summary, lambda one: list(explain.notes(one, "d")))),
     Readers("metrics.jsonl", (), (lambda one: read_metrics(one.metrics), _summary, _appended)),

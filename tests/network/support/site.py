@@ -228,7 +228,7 @@ class Site:
         assert counts.accepted == counts.trained + counts.committed, counts
         assert done.total() <= counts.accepted <= len(done.keys() | open_ids.keys())
         assert self.broker.end() == 0, self.broker.text()
-        witness = Witness(acked=tuple(acks.values()), trained=done)
+        witness = Witness(acked=tuple(acks.values()), trained=(done,))
         verdict = verify(self.layout.journal, self.layout.dead, lambda: witness)
         assert verdict.problems == []
         assert verdict.accepted == counts.accepted

@@ -9,7 +9,7 @@ persists is a problem.
 """
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -51,11 +51,11 @@ class Witness(msgspec.Struct, frozen=True):
 
     Attributes:
         acked: Lines of the producers' ack logs.
-        trained: How often the trainer's log counts each group as trained.
+        trained: How often the trainer's log counts each group as trained, in parts with different groups.
     """
 
-    acked: Sequence[AckedGroup] = ()
-    trained: Mapping[str, int] = {}
+    acked: Iterable[AckedGroup] = ()
+    trained: Iterable[Mapping[str, int]] = ()
 
 
 class Verdict(msgspec.Struct, kw_only=True):
@@ -81,7 +81,8 @@ def verify(journal: Path, dead: Path, witness: Callable[[], Witness], *, quick: 
     Args:
         journal: Its directory.
         dead: The dead letters.
-        witness: Reads the other records; called before the journal is read, which therefore covers all of them.
+        witness: The other records of this moment; called before the journal is read, which therefore covers all of
+            them. They may be read later.
         quick: Do not read the groups themselves.
     """
     verdict = _attempt(journal, dead, witness(), quick)
@@ -105,7 +106,8 @@ def _attempt(journal: Path, dead: Path, witness: Witness, quick: bool) -> Verdic
     verifier.check_records(quick)
     verifier.check_dead(DeadLetterStore(dead, 0, sync=False))
     verifier.check_acked(witness.acked)
-    verifier.check_trained(witness.trained)
+    for part in witness.trained:
+        verifier.check_trained(part)
     return verifier.verdict
 
 
@@ -282,7 +284,7 @@ class LedgerVerifier:
         return line.seq <= session.cumulative or any(line.seq == number for number, _ in session.above)
 
     def check_trained(self, trained: Mapping[str, int]) -> None:
-        """Check each group in the trainer's log."""
+        """Check some groups of the trainer's log."""
         orders: defaultdict[str, list[int]] = defaultdict(list)
         for order, group_id in self._model.ids.items():
             if group_id in trained:

@@ -8,10 +8,10 @@ import pytest
 from tests.services.broker.journal.handmade import Handmade, batch, began, item, ledger, settles
 from tests.services.broker.journal.other_versions import as_version, beginning, listing
 
-from rolloutmq.launch.commands.records.ledger import verify
+from rolloutmq.launch.commands.records.ledger import verify, witness
 from rolloutmq.launch.commands.steer import report
 from rolloutmq.schemas.errors import DamagedFileError, RecordVersionError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import AckedGroup, RunLayout
 from rolloutmq.services.broker.journal.format.events import Dropped, Numbers
 
 
@@ -124,3 +124,14 @@ def test_a_trainer_of_ones_own_is_checked_against_the_log_of_the_broker(
         "g2": "was trained, and is queued",
         "g7": "was trained, and was never accepted",
     }
+
+
+def test_the_witness_is_that_of_its_moment(run_dir: Path) -> None:
+    """It is read after the journal, which lacks what was added meanwhile."""
+    layout = RunLayout(run_dir)
+    layout.acks.mkdir()
+    with layout.ack_log("p").open("ab", buffering=0) as file:
+        file.write(msgspec.json.encode(AckedGroup(group_id="g1", session=1, seq=1, at=1.0)) + b"\n")
+        found = witness(layout)
+        file.write(msgspec.json.encode(AckedGroup(group_id="g2", session=1, seq=2, at=1.0)) + b"\n")
+    assert [one.group_id for one in found.acked] == ["g1"]

@@ -18,9 +18,9 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.monitor.report.metrics import bounds_in_force, read_metrics
 from rolloutmq.services.monitor.report.plot import bound_text, key_figures
+from rolloutmq.services.monitor.report.settled_log import read_trainer_log
 from rolloutmq.services.monitor.report.summary import (
     LedgerFigures,
-    read_trainer_log,
     settle_accounts,
     summarise,
 )
@@ -178,7 +178,7 @@ def test_killed_worker_without_ack_lines_still_had_its_groups_accepted(run_dir: 
 
 
 def test_group_that_was_saved_though_trained_is_counted_once() -> None:
-    accounts = settle_accounts(["a"], read_trainer_log([batch(1, "a")]), [], ["a"])
+    accounts = settle_accounts(["a"], read_trainer_log([batch(1, "a")]).ids(), [], ["a"])
 
     assert accounts.trained == {"a"}
     assert not accounts.in_flight
@@ -439,7 +439,9 @@ def test_the_ledger_speaks_for_a_trainer_without_a_log(run_dir: Path) -> None:
     counts = {"trained": 3, "filtered": 1, "expired": 1, "dead": 0, "discarded": 0, "in_flight": 1}
     states = {"a": "trained", "b": "in_flight", "c": "filtered", "d": "expired"}
     whole = LedgerFigures(6, counts, 2, states, is_whole=True)
-    found = settle_accounts(["a", "b"], read_trainer_log([]), [dropped("d", "expired")], ["a", "b"], whole)
+    found = settle_accounts(
+        ["a", "b"], read_trainer_log([]).ids(), [dropped("d", "expired")], ["a", "b"], whole
+    )
     named = [found.trained, found.in_flight, found.filtered, found.expired, found.lost]
     assert [sorted(names) for names in named] == [["a"], ["b"], ["c"], ["d"], []]
 

@@ -71,3 +71,10 @@ def test_a_line_without_end_is_damage_and_not_read_whole(tmp_path: Path, end: by
     assert most < 4 * LINE_LIMIT_BYTES
     with pytest.raises(DamagedFileError, match=r"a\.jsonl, line 2: is longer than 16 MiB"):
         list(read_lines(path, Point))
+
+
+def test_lines_that_were_added_since_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    assert read(path, b'{"x":1}\n{"x":2}\n{"x":3}\n') == [1, 2, 3]
+    assert [point.x for point in read_lines(path, Point, until=16)] == [1, 2]
+    assert [point.x for point in read_lines(path, Point, until=15)] == [1], "its end came later"
