@@ -153,7 +153,8 @@ class Crew:
             CrewFailedError: A program was given up.
         """
         lock = self._layout.root / f"{self._joining.name}.lock"
-        with only_one(lock, f"program of the name {self._joining.name}"):
+        what = f"program of the name {self._joining.name}"
+        with only_one(lock, what, "end that process with SIGTERM, or give this one another --name"):
             async with self._programs, asyncio.TaskGroup() as tasks:
                 beside = [tasks.create_task(self._rotation.run(), name="logs")]
                 beside.append(tasks.create_task(self._bring_home(), name="left spools"))
