@@ -16,7 +16,7 @@ import msgspec
 
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.request_client import BrokerClient
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import Role

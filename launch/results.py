@@ -26,7 +26,7 @@ from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import read_json, read_lives
 from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.launch.end_notice import failure_reports
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RolloutMQError

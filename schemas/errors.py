@@ -357,23 +357,23 @@ class RunDirInUseError(ResourceError):
         owner: What the process is, for example `rolloutmq up`.
         pid: Its process id; 0 if unknown.
         since: Its start, wall-clock seconds; 0.0 if unknown.
+        remedy: What to do; empty for `rolloutmq down`.
     """
 
-    def __init__(self, path: str, owner: str, pid: int = 0, since: float = 0.0) -> None:
+    def __init__(self, path: str, owner: str, pid: int = 0, since: float = 0.0, remedy: str = "") -> None:
         self.path = path
         self.owner = owner
         self.pid = pid
         self.since = since
+        self.remedy = remedy
 
     def __str__(self) -> str:
         from rolloutmq.schemas.printable import moment, shell_word  # not for everybody who imports an error
 
         when = f" since {moment(self.since)}" if self.since else ""
         who = f"process {self.pid} ({self.owner})" if self.pid else self.owner
-        return (
-            f"run directory {self.path} is in use by {who}{when}; stop that run with "
-            f"`rolloutmq down {shell_word(self.path)}`, or choose another run directory"
-        )
+        down = f"stop that run with `rolloutmq down {shell_word(self.path)}`, or choose another run directory"
+        return f"run directory {self.path} is in use by {who}{when}; {self.remedy or down}"
 
 
 class UnusablePathError(ResourceError):

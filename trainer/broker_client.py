@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
-from rolloutmq.bus.transport.route import RunPublisher
+from rolloutmq.bus.transport.pubsub import RunPublisher
 from rolloutmq.schemas.config.trainer import TrainerConfig
 from rolloutmq.schemas.errors import BrokerUnavailableError, LeaseLostError, WaitTimeoutError
 from rolloutmq.schemas.files import RunLayout

@@ -79,7 +79,7 @@ def keys_for(where: Where) -> CurveKeys | None:
     Raises:
         MissingError, NotPrivateError, ConfigError, UnusablePathError: The file of the key cannot be used.
     """
-    return load_keys(where.key) if isinstance(where, Remote) else None
+    return load_keys(where.key) if isinstance(where, Remote) and where.key is not None else None
 
 
 def read_endpoints(run_dir: Path) -> Endpoints | None:
@@ -134,5 +134,5 @@ def _endpoints(where: Where, reply: Reply) -> Endpoints:
         publish=info.publish,
         pid=0,
         epoch=info.epoch,
-        key=str(where.key) if isinstance(where, Remote) else "",
+        key=str(where.key or "") if isinstance(where, Remote) else "",
     )

@@ -17,7 +17,7 @@ import zmq
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import FILE_POLL_S
 from rolloutmq.bus.transport.pubsub import Published, Subscriber
-from rolloutmq.bus.transport.route import Route, is_short
+from rolloutmq.bus.transport.way.route import Route, is_short
 from rolloutmq.schemas.files import RunLayout
 
 logger = logging.getLogger(__name__)

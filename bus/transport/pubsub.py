@@ -5,6 +5,7 @@ every topic with that prefix; any other means only itself, and other matches are
 the loss arguments in `bus.transport.sockets`.
 """
 
+import logging
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -13,12 +14,17 @@ from typing import Final, Self
 import zmq
 
 from rolloutmq.bus.encoding import codec
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport import sockets
 from rolloutmq.bus.transport.keys.bundle import CurveKeys
 from rolloutmq.bus.transport.keys.handshakes import Handshakes, watched
 from rolloutmq.bus.transport.sockets import Channel, Context, Scope
+from rolloutmq.bus.transport.way.route import Route, is_short
 from rolloutmq.schemas.errors import ClosedError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.envelope import Message
+
+logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 0.25
 """Time between two looks at the handshakes of a blocking subscriber."""
@@ -188,3 +194,56 @@ class Publisher:
         """Close the socket; the last events have half a second to leave. May be called twice."""
         _close(self._socket, self._handshakes)
         self._scope.end()
+
+
+class RunPublisher:
+    """Publishes events of a process through the broker of its run, by the way of now. For one thread.
+
+    It connects at once where it can: what is published before a connection stands is dropped.
+    """
+
+    def __init__(self, layout: RunLayout) -> None:
+        self._route = Route(layout, lambda endpoints: endpoints.publish)
+        self._publisher: Publisher | None = None
+        self._throttle = LogThrottle()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection, which may still be under way."""
+        return self._publisher is not None
+
+    def follow(self) -> None:
+        """Connect by another way if there is one; the old connection stays until then. Does not block.
+
+        A want of descriptors is logged, and the next call tries again.
+
+        Raises:
+            OSError: This user may not read the run directory.
+            ConfigError: The broker's address is none.
+        """
+        try:
+            self._follow()
+        except (OSError, zmq.ZMQError) as error:
+            if not is_short(error):
+                raise
+            if self._throttle.is_due(str(error), time.monotonic()):
+                logger.warning("broker not looked for error=%s", error)
+
+    def publish(self, topic: bytes, message: Message) -> None:
+        """Publish an event, or drop it while there is no broker; raises what `follow` raises."""
+        self.follow()
+        if self._publisher is not None:
+            self._publisher.publish(topic, message)
+
+    def close(self) -> None:
+        """Close the connection; the last events have half a second to leave. May be called twice."""
+        if self._publisher is not None:
+            self._publisher.close()
+            self._publisher = None
+
+    def _follow(self) -> None:
+        if (way := self._route.other()) is None:
+            return
+        fresh = Publisher(way.address, keys=way.keys)
+        self.close()
+        self._route.taken, self._publisher = way, fresh

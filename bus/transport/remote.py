@@ -17,11 +17,12 @@ class Remote:
 
     Attributes:
         address: Address of its `serve` socket, `tcp://HOST:PORT`, as `broker.listen` has it.
-        key: File of the client's key, as `rolloutmq keys new` wrote it. It is read again for each connection.
+        key: File of the client's key, as `rolloutmq keys new` wrote it. It is read again for each connection. None
+            for a broker that asks for none, by `broker.insecure`.
     """
 
     address: str
-    key: Path
+    key: Path | None = None
 
     def __post_init__(self) -> None:
         require_tcp(self.address)
@@ -41,17 +42,20 @@ def require_tcp(address: str) -> None:
         raise UsageError(f"address: must be tcp://HOST:PORT, as in broker.listen (got {address!r})")
 
 
-def remote(address: str, key: str | Path) -> Remote:
+def remote(address: str, key: str | Path | None = None) -> Remote:
     """Return a broker of another host, in place of a run directory: `Producer.open(remote(...), ...)`.
 
     Args:
         address: Its `broker.listen`, with a name or an address that this host can reach: `tcp://HOST:PORT`.
-        key: File of `rolloutmq keys new`, for this user alone.
+        key: File of `rolloutmq keys new`, for this user alone. None for a broker with `broker.insecure`, which asks
+            for none.
 
     Raises:
         UsageError: The address is wrong.
         MissingError, NotPrivateError, ConfigError, UnusablePathError: The key cannot be used.
     """
-    found = Remote(address, Path(key).absolute())
-    load_bundle(found.key)  # a wrong file is told here, not in a search without an end
-    return found
+    if key is None:
+        return Remote(address)
+    file = Path(key).absolute()
+    load_bundle(file)  # a wrong file is told here, not in a search without an end
+    return Remote(address, file)

@@ -20,6 +20,7 @@ import zmq
 
 from rolloutmq.bus.transport.keys.bundle import CurveKeys
 from rolloutmq.bus.transport.keys.handshakes import Handshakes
+from rolloutmq.bus.transport.way.families import families
 from rolloutmq.schemas.errors import AddressInUseError, ClosedError, ConfigError
 
 ZAP_ADDRESS: Final = "inproc://zeromq.zap.01"
@@ -331,8 +332,8 @@ def _hear(socket: Socket) -> None:
 
 
 def _connected(socket: Socket, address: str, keys: CurveKeys | None) -> Socket:
-    socket.setsockopt(zmq.IPV6, int(address.startswith("tcp://[")))
     if address.startswith("tcp://"):
+        socket.setsockopt(zmq.IPV6, int(families.is_ipv6(address)))
         _hear(socket)
     if keys is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server.encode())

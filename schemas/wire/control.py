@@ -55,6 +55,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
             heartbeats.
         clock_error_s: Bound of the error of `clock_offset_s`, half the shortest round trip; 0 before the first one.
         joined: It joined by itself, from a copy of the run directory; the orchestrator does not own it.
+        started: Start of the process in ticks of its boot, 0 if unknown: the first process of each container has pid 1.
     """
 
     worker: Name
@@ -75,6 +76,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
     clock_offset_s: Seconds = 0.0
     clock_error_s: Seconds = 0.0
     joined: bool = False
+    started: Count = 0
 
 
 class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=True):
@@ -92,11 +94,13 @@ class Drain(Message, tag="drain", frozen=True, kw_only=True):
         worker: Name of the worker.
         reason: Why, for the log of the worker.
         pid: Process that the order is for, set by the broker; a later one of the same name ignores it. 0 if unknown.
+        started: Its start, as in `WorkerBeat`; 0 if unknown.
     """
 
     worker: Name
     reason: Annotated[str, Meta(max_length=200)] = "asked"
     pid: Count = 0
+    started: Count = 0
 
 
 class RestartWorker(Message, tag="restart_worker", frozen=True, kw_only=True):

@@ -42,6 +42,7 @@ KEYS_SHOWN: Final = 256
 """Most keys, engines, relays and workers of one status, each."""
 HOSTS_SHOWN: Final = 8
 """Most hosts of one key."""
+PROBLEM_CHARS: Final = 400
 WAIT_CHARS: Final = 200
 TOKENS_LIMIT: Final = 10_001
 """Most hashes of tokens: one of each key, and one of the run."""
@@ -319,6 +320,7 @@ class NetworkStatus(Message, tag="network_status", frozen=True, kw_only=True):
         insecure: It asks for no key.
         version: Newest version of the policy.
         known_keys: Number of keys that may enter.
+        keys_problem: Why the list of keys cannot be read, while the one before counts; empty if it can.
         keys: Keys in use, those that were heard last first.
         engines: Engines of other hosts.
         relays: Relays of other hosts.
@@ -329,6 +331,7 @@ class NetworkStatus(Message, tag="network_status", frozen=True, kw_only=True):
     insecure: bool = False
     version: PolicyVersion = PolicyVersion()
     known_keys: Count = 0
+    keys_problem: Annotated[str, Meta(max_length=PROBLEM_CHARS)] = ""
     keys: tuple[KeyUse, ...] = ()
     engines: tuple[JoinedEngine, ...] = ()
     relays: tuple[JoinedRelay, ...] = ()

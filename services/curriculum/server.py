@@ -20,7 +20,7 @@ from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.tasks.client import Task, TaskClient
-from rolloutmq.bus.transport.route import RunPublisher
+from rolloutmq.bus.transport.pubsub import RunPublisher
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import EnvironmentFailedError, TasksFullError
 from rolloutmq.schemas.files import RunLayout

@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import shell_word
 from rolloutmq.schemas.process import ProcessIdentity, Role

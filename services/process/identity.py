@@ -76,6 +76,12 @@ def started_at(identity: ProcessIdentity) -> float:
     return round(identity.start_ticks / _TICKS - slept, 2)
 
 
+def start_of(pid: int) -> int:
+    """Return the start ticks of a process, 0 if there is none."""
+    found = _stat(pid)
+    return 0 if found is None else found[1]
+
+
 def runs(pid: int, start_ticks: int = 0) -> bool:
     """Return whether a process of this boot runs under this pid.
 

@@ -16,7 +16,7 @@ from typing import Final
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.bus.transport.route import RunPublisher
+from rolloutmq.bus.transport.pubsub import RunPublisher
 from rolloutmq.schemas.config.run import TelemetryConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.process.latency_recorder import LatencyRecorder

@@ -12,7 +12,7 @@ from typing import Any
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.files import PRIVATE_DIRECTORY
-from rolloutmq.bus.transport.route import RunPublisher
+from rolloutmq.bus.transport.pubsub import RunPublisher
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.rewards.ensemble import Ensemble, FindingLog

@@ -21,7 +21,7 @@ from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run, read_json
 from rolloutmq.bus.transport.event_feed import EventFeed
-from rolloutmq.bus.transport.route import RunPublisher
+from rolloutmq.bus.transport.pubsub import RunPublisher
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity

@@ -24,8 +24,9 @@ from rolloutmq.bus.transport.pubsub import Subscriber
 from rolloutmq.bus.transport.request_client import BrokerClient
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.files import Endpoints, RunLayout
-from rolloutmq.schemas.wire.control import WorkerBeat, WorkerBeatReply
+from rolloutmq.schemas.wire.control import Drain, WorkerBeat, WorkerBeatReply
 from rolloutmq.services.process.clock_offset import ClockOffset
+from rolloutmq.services.process.identity import start_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,8 +126,14 @@ class Heartbeat:
             except WireError as error:
                 logger.warning("control message invalid error=%s", error)
                 continue
-            if drain.worker == self._worker and drain.pid in {0, os.getpid()}:
+            if drain.worker == self._worker and is_for_this_process(drain):
                 self._on_drain(drain.reason)
+
+
+def is_for_this_process(drain: Drain) -> bool:
+    """Return whether an order is for this process, as far as it says."""
+    pid = os.getpid()
+    return drain.pid in {0, pid} and drain.started in {0, start_of(pid)}
 
 
 async def _readable_keys(endpoints: Endpoints) -> CurveKeys | None:

@@ -43,6 +43,7 @@ from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.http_server.tls import client_tls
+from rolloutmq.services.process.identity import start_of
 from rolloutmq.services.process.latency_publisher import publishing, recorder_of
 from rolloutmq.services.process.runner import Stop, run_service
 from rolloutmq.services.rewards.joining import joined
@@ -118,6 +119,7 @@ class Worker:
             self.section = _answering(self.section, self.section.concurrency)
         self._drain_s = self.config.orchestrator.drain_s(self.section.rollout_timeout_s)
         self._joined = self.layout.connection.exists()
+        self._began = start_of(os.getpid())
         self.state = WorkerState.STARTING
         self.error = ""
         self._draining = asyncio.Event()
@@ -179,6 +181,7 @@ class Worker:
             completion_tokens=self._counting.tokens if self._counting else 0,
             waits_for=self._waits_for(),
             joined=self._joined,
+            started=self._began,
         )
 
     def _waits_for(self) -> str:

@@ -29,6 +29,7 @@ class WatchedFile(Generic[_T]):
     Attributes:
         value: What they last had.
         due: When to look again, in monotonic seconds.
+        problem: Why they could not be read at the last look; empty if they could.
 
     Raises:
         RolloutMQError: They cannot be read now.
@@ -40,6 +41,7 @@ class WatchedFile(Generic[_T]):
         self._read = read
         self._throttle = LogThrottle()
         self.due = 0.0
+        self.problem = ""
         self._seen = self._mark()
         self.value = read()
 
@@ -54,20 +56,22 @@ class WatchedFile(Generic[_T]):
         self.due = now + LOOK_S
         mark = self._mark()
         if mark == self._seen:
+            self.problem = ""
             return False
         try:
             self.value = self._read()
         except RolloutMQError as error:
+            self.problem = str(error)
             if self._throttle.is_due(str(error), now):
                 logger.error("%s not read, those of before stay error=%s", self._what, error)
             return False
-        self._seen = mark
+        self._seen, self.problem = mark, ""
         return True
 
-    def _mark(self) -> list[tuple[int, int, int]] | None:
+    def _mark(self) -> list[tuple[int, ...]] | None:
         """Return what changes with each change of a file; None if it cannot be told."""
         try:
             found = [path.stat() for path in self._paths]
         except OSError:
             return None
-        return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
+        return [(one.st_ino, one.st_mtime_ns, one.st_size, one.st_mode, one.st_uid) for one in found]

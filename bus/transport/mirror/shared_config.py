@@ -21,7 +21,7 @@ _SECTIONS: Final[dict[str, set[str] | None]] = {
     "inference": {"kind", "url", "max_batch", "max_waiting", "min_engines", "max_engines"},
     "model": None,
     "trainer": None,
-    "weights": {"backend"},
+    "weights": {"backend", "insecure"},
     "teacher": {"name", "retry_s", "attempts"},
     "evaluation": None,
     "orchestrator": {

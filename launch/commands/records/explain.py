@@ -123,7 +123,10 @@ def _origin(story: GroupHistory) -> Iterator[str]:
     yield _row("policy", policies)
     if header.started_at and header.finished_at:  # 0 is unknown: the group was built without times
         took_s = header.finished_at - header.started_at
-        yield _row("rollout", f"{_clock(header.started_at)} to {_clock(header.finished_at)}, {took_s:.3f} s")
+        times = f"{_clock(header.started_at)} to {_clock(header.finished_at)}, {took_s:.3f} s"
+        if (ahead_s := header.finished_at - accepted.at) > 0:  # a group arrives after its end
+            times += f"; by the clock of its worker, at least {ahead_s:.3f} s ahead of the broker's"
+        yield _row("rollout", times)
     yield _row("rewards", f"mean {rewards.mean:.4g}, {rewards.low:.4g} to {rewards.high:.4g}")
     if accepted.place is not None:
         yield _row("stored in", f"groups-{accepted.place.segment:08d}.rmq at {accepted.place.offset}")

@@ -20,6 +20,7 @@ from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
 from rolloutmq.bus.transport.mirror.run_copy import Accept
+from rolloutmq.bus.transport.way.families import families
 from rolloutmq.launch.commands.remote.beats import send_beats
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
@@ -165,7 +166,8 @@ def _no_weights(layout: RunLayout) -> str:
 def own_host(other: str) -> str:
     """Return the address of this host by which it reaches another one."""
     host = other.strip("[]")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_ipv6 = ":" in host or families.is_ipv6(f"tcp://{host}:9")
+    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
     # Connecting a datagram socket sends nothing; it only selects the source address.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -156,7 +156,8 @@ class Crew:
             CrewFailedError: A program was given up, or failed while it ended.
         """
         lock = self._layout.root / f"{self._joining.name}.lock"
-        with only_one(lock, f"program of the name {self._joining.name}"):
+        what = f"program of the name {self._joining.name}"
+        with only_one(lock, what, "end that process with SIGTERM, or give this one another --name"):
             async with self._programs, asyncio.TaskGroup() as tasks:
                 beside = [tasks.create_task(self._rotation.run(), name="logs")]
                 beside.append(tasks.create_task(self._bring_home(), name="left spools"))
@@ -173,6 +174,7 @@ class Crew:
         self._programs.adopt(
             [(one, spec) for one in self._previous for spec in self._specs() if spec.name == one.name]
         )
+        self._end_surplus()
         if self._earlier.is_of_another(self._mirror.run_id):  # adopted programs are of that one
             await self._end_now("the run is gone")
         self._earlier.begin(self._mirror.run_id)
@@ -253,9 +255,20 @@ class Crew:
             for name, role, words in self._joining.programs
         ]
 
+    def _end_surplus(self) -> None:
+        """End what an earlier command of this name has left beyond these programs, as with a lower --count."""
+        wanted = {name for name, _, _ in self._joining.programs}
+        left = [
+            (one, ProcessSpec(name=one.name, role=one.role, argv=(), log=str(self._layout.log(one.name))))
+            for one in self._previous
+            if one.name not in wanted
+        ]
+        ladder = end_ladder(self._joining.grace_s, self._limits.term_grace_s)
+        for name in self._programs.adopt(left):
+            self._programs.retire(name, ladder, "fewer are wanted")
+
     def _are_over(self) -> bool:
-        views = self._programs.views()
-        return all(views[name].phase in OVER for name, _, _ in self._joining.programs)
+        return all(view.phase in OVER for view in self._programs.views().values())
 
     async def _end_now(self, reason: str) -> None:
         """End the programs without a drain: nobody takes what they would finish."""

@@ -48,9 +48,9 @@ class OwnCode:
         """Return what a command line allows.
 
         Raises:
-            ConfigError: There is no such directory, or a name is no module.
+            ConfigError: There is no such directory, a link leads to itself, or a name is no module.
         """
-        found = directory.resolve()
+        found = _followed("--code", directory)
         if not found.is_dir():
             raise ConfigError("--code", f"there is no directory {directory}")
         names = frozenset(modules)
@@ -153,7 +153,7 @@ class OwnCode:
     def _below(self, key: str, text: str) -> Path:
         """Return the path of a file below the directory. Raises ConfigError if it, or a link in it, leads out."""
         self._require_relative(key, text)
-        path = (self.directory / text).resolve()
+        path = _followed(key, self.directory / text)
         if not path.is_relative_to(self.directory):
             raise ConfigError(key, f"a link leads out of {self.directory} (--code) (got {text!r})")
         return path
@@ -172,6 +172,14 @@ class OwnCode:
                     key,
                     f"`env:{name}` would read a variable of this host; allow it with --allow-variable {name}",
                 )
+
+
+def _followed(key: str, path: Path) -> Path:
+    """Return a path without its links. Raises ConfigError if one leads to itself."""
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):  # RuntimeError until Python 3.12
+        raise ConfigError(key, f"a link leads to itself; remove it (got {str(path)!r})") from None
 
 
 def _is_free(package: str) -> bool:

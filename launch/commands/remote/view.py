@@ -2,12 +2,18 @@
 
 import asyncio
 import atexit
+import contextlib
+import fcntl
+import os
 import shutil
+import stat
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
+from rolloutmq.bus.files import PRIVATE_FILE
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.launch.commands.remote.configured import reading
 from rolloutmq.schemas.errors import BrokerUnavailableError
@@ -17,6 +23,45 @@ PATIENCE_S: Final = 10.0
 """Longest wait of a command for the first answer of the run."""
 END_S: Final = 3.0
 """Longest wait for the thread at the end."""
+PREFIX: Final = "rolloutmq-view-"
+LOCK: Final = "view.lock"
+"""File in the directory that its process holds; the kernel releases it however that ends."""
+YOUNG_S: Final = 60.0
+"""Age up to which a directory without a lock may be one that is just made."""
+
+
+def sweep_views() -> None:
+    """Remove the directories of views whose processes were killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = directory.lstat()
+            if (
+                found.st_uid == os.geteuid()
+                and stat.S_ISDIR(found.st_mode)
+                and _is_left(directory, found.st_mtime)
+            ):
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _is_left(directory: Path, since: float) -> bool:
+    try:
+        held = _held(directory / LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return time.time() - since > YOUNG_S
+    if held >= 0:
+        os.close(held)
+    return held >= 0
+
+
+def _held(lock: Path, flags: int = os.O_RDWR | os.O_CREAT) -> int:
+    """Return the descriptor of a lock that this process holds by now; -1 if another one holds it."""
+    held = os.open(lock, flags | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE_FILE)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        return -1
+    return held
 
 
 class MirroredView:
@@ -24,7 +69,9 @@ class MirroredView:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._directory = Path(tempfile.mkdtemp(prefix="rolloutmq-view-"))
+        sweep_views()
+        self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._held = _held(self._directory / LOCK)
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._loop = asyncio.new_event_loop()
@@ -56,6 +103,9 @@ class MirroredView:
             self._loop.call_soon_threadsafe(self._cancel)
             self._thread.join(END_S)
         shutil.rmtree(self._directory, ignore_errors=True)
+        if self._held >= 0:
+            os.close(self._held)
+            self._held = -1
 
     def _cancel(self) -> None:
         if self._task is not None:

@@ -28,7 +28,7 @@ from rolloutmq.schemas.errors import MalformedError, WireError
 from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire.control import Requeue
 from rolloutmq.schemas.wire.envelope import Envelope, ErrorCode, GroupHeader
-from rolloutmq.schemas.wire.joining import KEYS_SHOWN, JoiningRequest, NetworkStatus
+from rolloutmq.schemas.wire.joining import KEYS_SHOWN, PROBLEM_CHARS, JoiningRequest, NetworkStatus
 from rolloutmq.schemas.wire.replies import ErrorReply
 from rolloutmq.schemas.wire.replies import Reply as ReplyMessage
 from rolloutmq.services.broker.actions import (
@@ -315,6 +315,7 @@ class DataPlane:
             insecure=self._door.is_insecure,
             version=self.core.version,
             known_keys=known,
+            keys_problem=self._door.problem[:PROBLEM_CHARS],
             keys=keys,
             engines=shared_run.engines(now, self.core.version),
             relays=shared_run.relays.report(now),

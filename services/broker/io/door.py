@@ -67,6 +67,11 @@ class Door:
         return self._gatekeeper is None
 
     @property
+    def problem(self) -> str:
+        """Why the list of keys cannot be read now; empty if it can."""
+        return self._gatekeeper.keys.problem if self._gatekeeper is not None else ""
+
+    @property
     def questions(self) -> "zmq.Socket[bytes] | None":
         """Socket with the questions who may enter."""
         return self._gatekeeper.socket if self._gatekeeper is not None else None

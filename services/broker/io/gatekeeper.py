@@ -55,6 +55,11 @@ class KnownKeys:
         """When to look again, in monotonic seconds."""
         return self._list.due
 
+    @property
+    def problem(self) -> str:
+        """Why the list cannot be read now; empty if it can."""
+        return self._list.problem
+
     def look(self, now: float) -> frozenset[str]:
         """Read the list again if that is due and its file has changed; return names that may not enter any more."""
         if not self._list.look(now):

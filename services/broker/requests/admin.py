@@ -95,7 +95,8 @@ class AdminRequests:
         if session is None and state.workers.last(drain.worker) is None:
             return refuse(ErrorCode.UNKNOWN, f"worker {drain.worker} is not known")
         if state.workers.order_drain(drain, session.pid if session is not None else 0):
-            state.events.add(Told(drain.worker, drain.reason, state.workers.pid(drain.worker)))
+            pid, started = state.workers.life(drain.worker)
+            state.events.add(Told(drain.worker, drain.reason, pid, started=started))
         if session is not None and session.alive:
             session.draining = True
             session.touch()

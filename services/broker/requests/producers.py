@@ -45,7 +45,7 @@ class ProducerRequests:
         if (error := self._unacceptable(request, now)) is not None:
             return error
         lane = self.lane(request, now)
-        keeps_draining = previous is not None and previous.draining and request.pid == previous.pid != 0
+        keeps_draining = self._keeps_draining(request, previous)
         if previous is not None and previous.alive:
             state.credits.retire(previous)
         session = state.sessions.open(request, lane, now)
@@ -82,6 +82,14 @@ class ProducerRequests:
             else:
                 session.without_arena = found
                 self._state.rejected[found] += 1
+
+    def _keeps_draining(self, request: RegisterProducer, previous: ProducerSession | None) -> bool:
+        """Return whether a process that registers again was ordered to drain, in its last session or after it."""
+        if previous is not None and previous.draining and request.pid == previous.pid != 0:
+            return True
+        beat = self._state.workers.last(request.producer)  # of a later process it would have ended the drain
+        is_same = beat is not None and beat.pid == request.pid != 0 and beat.host == request.host
+        return is_same and self._state.workers.draining(request.producer)
 
     def end_drain(self, worker: str) -> None:
         """End a drain: the process it was for is over."""

@@ -299,7 +299,7 @@ class StateRestorer:
     def _told(self, event: f.Told) -> None:
         workers = self._state.workers
         if event.told:
-            workers.order_drain(Drain(worker=event.worker, reason=event.reason), event.pid)
+            workers.order_drain(Drain(worker=event.worker, reason=event.reason), event.pid, event.started)
         else:
             workers.end_drain(event.worker)
 

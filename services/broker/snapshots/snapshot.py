@@ -77,7 +77,7 @@ def snapshot(state: BrokerState) -> Iterator[SnapshotRecord]:
     yield from state.gpu_orders.events()
     yield from state.tasks.items()
     for drain in state.workers.drains():
-        yield Told(drain.worker, drain.reason, state.workers.pid(drain.worker))
+        yield Told(drain.worker, drain.reason, drain.pid, started=drain.started)
 
 
 def _tables(state: BrokerState) -> Iterator[Event]:

@@ -37,6 +37,16 @@ class _DrainOrder(msgspec.Struct):
     def pid(self) -> int:
         return self.drain.pid
 
+    def is_for(self, beat: WorkerBeat) -> bool:
+        """Return whether the order may be for the process of a heartbeat."""
+        return self.drain.pid in {0, beat.pid} and (
+            0 in {self.drain.started, beat.started} or self.drain.started == beat.started
+        )
+
+
+def _life(beat: WorkerBeat) -> tuple[int, int, str]:
+    return beat.pid, beat.started, beat.host
+
 
 class Workers:
     """The table of workers, and the drains."""
@@ -58,12 +68,12 @@ class Workers:
         if before is None and len(self._beats) >= WORKERS_LIMIT:
             return False
         order = self._drains.get(beat.worker)
-        other = before is not None and (before[0].pid, before[0].host) != (beat.pid, beat.host)
-        if order is not None and (other or order.pid not in {0, beat.pid}):
+        other = before is not None and _life(before[0]) != _life(beat)
+        if order is not None and (other or not order.is_for(beat)):
             del self._drains[beat.worker]
             order = None
-        if order is not None and not order.pid:
-            order.drain = replace(order.drain, pid=beat.pid)
+        if order is not None:
+            order.drain = replace(order.drain, pid=beat.pid, started=beat.started)
         so_far = before[0].late_members if before is not None and not other else 0
         counted = beat.env in self.late_members or len(self.late_members) < WORKERS_LIMIT
         if beat.late_members > so_far and counted:
@@ -95,25 +105,26 @@ class Workers:
         known = self._beats.get(worker)
         return known[0] if known else None
 
-    def order_drain(self, drain: Drain, pid: int = 0) -> bool:
+    def order_drain(self, drain: Drain, pid: int = 0, started: int = 0) -> bool:
         """Order a worker to drain; False if it was ordered before.
 
         Args:
             drain: The order.
             pid: Process of the worker, for one that has sent no heartbeat; 0 if it is unknown.
+            started: Its start, as in `WorkerBeat`.
         """
         if drain.worker in self._drains:
             return False
         beat = self.last(drain.worker)
-        pid = beat.pid if beat is not None else pid
+        pid, started = (beat.pid, beat.started) if beat is not None else (pid, started)
         confirmed = beat is not None and beat.state in _CONFIRMED
-        self._drains[drain.worker] = _DrainOrder(replace(drain, pid=pid), confirmed)
+        self._drains[drain.worker] = _DrainOrder(replace(drain, pid=pid, started=started), confirmed)
         return True
 
-    def pid(self, worker: str) -> int:
-        """Return the process of a drain, or 0."""
+    def life(self, worker: str) -> tuple[int, int]:
+        """Return process and start of a drain, each 0 if unknown."""
         order = self._drains.get(worker)
-        return order.pid if order is not None else 0
+        return (order.pid, order.drain.started) if order is not None else (0, 0)
 
     def end_drain(self, worker: str) -> bool:
         """Forget a drain; False if there is none."""

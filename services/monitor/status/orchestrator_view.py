@@ -15,7 +15,7 @@ from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.files import RunLayout, Supervision
 from rolloutmq.schemas.process import ProcessIdentity
 from rolloutmq.services.monitor.status.record_view import full_disk

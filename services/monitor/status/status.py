@@ -14,7 +14,7 @@ from rolloutmq.bus.engine_registry import SILENT_S, engines_of
 from rolloutmq.bus.rundir import read_run
 from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.errors import MalformedError, RolloutMQError
 from rolloutmq.schemas.files import Endpoints, GpuBook, GpuRecord, InferenceAddress, RunLayout
 from rolloutmq.schemas.printable import printable_lines

@@ -10,7 +10,7 @@ import msgspec
 
 from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout, Supervision
 from rolloutmq.schemas.printable import printable_lines

@@ -82,9 +82,10 @@ def _relevant(keys: Sequence[KeyUse]) -> list[KeyUse]:
 def _listener(network: NetworkStatus) -> NetworkLine:
     if network.insecure:
         return NetworkLine("listen", f"{network.listen} insecure: asks for no key", True)
-    return NetworkLine(
-        "listen", f"{network.listen}, keys in use: {len(network.keys)} of {network.known_keys}"
-    )
+    text = f"{network.listen}, keys in use: {len(network.keys)} of {network.known_keys}"
+    if network.keys_problem:
+        text += f"; the list of keys is not read, and that of before counts: {network.keys_problem}"
+    return NetworkLine("listen", text, bool(network.keys_problem))
 
 
 def _key(key: KeyUse) -> NetworkLine:

@@ -20,7 +20,7 @@ from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.files import open_regular
 from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.bus.transport.event_feed import EventFeed
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.errors import WireError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.printable import printable_lines, shell_word

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rolloutmq.bus.encoding import topics
-from rolloutmq.bus.transport.route import RunPublisher
+from rolloutmq.bus.transport.pubsub import RunPublisher
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.tracing import CALLS_LIMIT, Call, RolloutTrace, is_sampled
 

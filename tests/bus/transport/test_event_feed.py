@@ -10,10 +10,10 @@ import pytest
 import zmq
 
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.bus.transport import route
 from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.bus.transport.pubsub import Published
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way import route
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.files import Endpoints, RunLayout
 
 

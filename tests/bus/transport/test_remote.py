@@ -3,12 +3,17 @@
 from pathlib import Path
 
 import pytest
+from tests.bus.transport.listening import INSECURE
 
 import rolloutmq
+from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.keys.bundle import save_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, UsageError
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.keys import Role
+from rolloutmq.services.broker.server import running_broker
 
 
 @pytest.fixture
@@ -39,6 +44,15 @@ def test_an_address_and_a_key(key: Path, address: str) -> None:
 def test_an_address_that_is_none(key: Path, address: str) -> None:
     with pytest.raises(UsageError, match=r"^address: must be tcp://HOST:PORT, as in broker\.listen \(got '"):
         rolloutmq.remote(address, key)
+
+
+def test_a_broker_that_asks_for_no_key_is_reached_without_one(tmp_path: Path) -> None:
+    config = RunConfig.model_validate({"broker": INSECURE})
+    (tmp_path / "run").mkdir()
+    with running_broker(config, RunLayout(tmp_path / "run")) as served:
+        found = resolve_blocking(rolloutmq.remote(served.endpoints.listen[0]))
+        assert (found.epoch, found.key) == (served.endpoints.epoch, "")
+        assert found.publish == served.endpoints.listen[3]
 
 
 def test_a_missing_key_is_told_at_once(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from rolloutmq.bus.shm import segment_file
 from rolloutmq.bus.tokenizer_fingerprint import fingerprint, vocabulary
 from rolloutmq.bus.transport.bindings import claim
 from rolloutmq.bus.transport.endpoint import read_endpoints
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.launch import results, rundir
 from rolloutmq.launch.commands.records import explain, ledger
 from rolloutmq.launch.preflight.hub import sources_of

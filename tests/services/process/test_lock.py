@@ -39,6 +39,16 @@ def test_whoever_is_refused_is_told_who_holds_it(tmp_path: Path) -> None:
     )
 
 
+def test_a_refusal_says_what_to_do(tmp_path: Path) -> None:
+    lock = tmp_path / "e-far.lock"
+    with (
+        only_one(lock, "program"),
+        pytest.raises(RunDirInUseError, match=r"; end that process$"),
+        only_one(lock, "program", "end that process"),
+    ):
+        raise AssertionError
+
+
 def test_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
     lock = tmp_path / "orchestrator.lock"
     with subprocess.Popen(

@@ -12,9 +12,9 @@ from tests.services.telemetry.bus import OneGpu, forwarding, recorded
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.rundir import write_json
-from rolloutmq.bus.transport import route
 from rolloutmq.bus.transport.pubsub import Publisher
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way import route
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.config.run import RunConfig, TelemetryConfig
 from rolloutmq.schemas.files import Endpoints, InferenceAddress, RunLayout

@@ -17,7 +17,8 @@ from rolloutmq.schemas.files import Endpoints, RunLayout
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.wire.control import Drain, GetStatus, StatusReply, WorkerBeat, WorkerState
 from rolloutmq.services.broker.server import running_broker
-from rolloutmq.services.worker.heartbeat import Heartbeat
+from rolloutmq.services.process.identity import start_of
+from rolloutmq.services.worker.heartbeat import Heartbeat, is_for_this_process
 
 LIMIT_S = 30.0
 STATE = WorkerBeat(worker="e-0", env="e", state=WorkerState.READY, pid=os.getpid())
@@ -118,3 +119,17 @@ async def test_a_drain_of_an_earlier_process_of_the_name_is_not_its_own(tmp_path
             running.cancel()
             await asyncio.wait({running})
     assert told == ["own"]
+
+
+def test_an_order_for_an_earlier_process_of_the_same_pid_is_not_followed() -> None:
+    pid, start = os.getpid(), start_of(os.getpid())
+    assert start > 0
+    followed = {
+        (0, 0): True,
+        (pid, 0): True,
+        (pid, start): True,
+        (pid, start + 1): False,
+        (pid + 1, start): False,
+    }
+    for (one, started), is_meant in followed.items():
+        assert is_for_this_process(Drain(worker="e-far.0", pid=one, started=started)) is is_meant

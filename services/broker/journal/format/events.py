@@ -265,12 +265,13 @@ class GpuAsked(Event, frozen=True, tag=26):
 
 
 class Told(Event, frozen=True, tag=19):
-    """A worker was ordered to drain, or the drain ended with its process; `pid` is 0 if unknown."""
+    """A worker was ordered to drain, or the drain ended with its process; `pid` and `started` are 0 if unknown."""
 
     worker: str
     reason: str
     pid: int = 0
     told: bool = True
+    started: int = 0
 
 
 class Began(Event, frozen=True, tag=20):

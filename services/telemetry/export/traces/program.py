@@ -19,7 +19,7 @@ from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import load_run
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
-from rolloutmq.bus.transport.route import Route
+from rolloutmq.bus.transport.way.route import Route
 from rolloutmq.schemas.errors import RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.replies import Durability

@@ -52,9 +52,28 @@ def test_a_damaged_or_missing_one_leaves_that_of_before(
     numbers.write("{")
     assert not watched.look(1.0)
     assert "keys not read, those of before stay error=number: is damaged" in caplog.text
+    assert "number: is damaged" in watched.problem
     numbers.write("3")
     assert watched.look(2.0)
-    assert watched.value == 3
+    assert (watched.value, watched.problem) == (3, "")
+
+
+def test_one_that_comes_back_as_it_was_is_no_problem_any_more(numbers: Numbers) -> None:
+    watched = WatchedFile(numbers.path, numbers.read)
+    aside = numbers.path.with_suffix(".aside")
+    numbers.path.rename(aside)
+    numbers.path.write_text("{")
+    assert not watched.look(1.0)
+    assert watched.problem
+    aside.rename(numbers.path)
+    assert not watched.look(2.0)
+    assert watched.problem == ""
+
+
+def test_a_change_of_the_mode_alone_is_seen(numbers: Numbers) -> None:
+    watched = WatchedFile(numbers.path, numbers.read)
+    numbers.path.chmod(0o644 if numbers.path.stat().st_mode & 0o777 != 0o644 else 0o600)
+    assert watched.look(1.0)
 
 
 def test_one_that_cannot_be_read_at_the_start_is_refused(numbers: Numbers) -> None:

@@ -53,3 +53,10 @@ def test_it_is_a_configuration_of_its_own(given: dict[str, Any]) -> None:
     assert (found.run.name, found.run.seed) == (config.run.name, config.run.seed)
     assert found.evaluated == config.evaluated
     assert shared(found) == shared(RunConfig.model_validate_json(shared(found)))
+
+
+def test_whether_weights_may_be_clear_is_told() -> None:
+    for insecure in (False, True):
+        weights = {"backend": "stream", "listen": "tcp://127.0.0.1:7764", "insecure": insecure}
+        found = RunConfig.model_validate_json(shared(validate({"weights": weights})))
+        assert (found.weights.insecure, found.weights.listen) == (insecure, RunConfig().weights.listen)

@@ -52,6 +52,21 @@ def test_a_group_without_times_shows_none(run_dir: Path, capsys: pytest.CaptureF
     assert "  rollout " not in told
 
 
+@pytest.mark.parametrize(("ended_s", "is_ahead"), [(-1.5, False), (7200.0, True)])
+def test_the_clock_of_another_host_is_told_where_it_is_ahead(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], ended_s: float, is_ahead: bool
+) -> None:
+    made = Handmade(run_dir)
+    group = made.accept(1)
+    ended = group.at + ended_s
+    made.log(
+        began(), [replace(group, header=replace(group.header, started_at=ended - 1.0, finished_at=ended))]
+    )
+    assert explain(run_dir, "g1", as_json=False) == 0
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  rollout "))
+    assert ("; by the clock of its worker, at least 7200.000 s ahead of the broker's" in told) is is_ahead
+
+
 def test_a_program_reads_json(made: Handmade, capsys: pytest.CaptureFixture[str]) -> None:
     assert explain(made.layout.root, "g1", as_json=True) == 0
     found = json.loads(capsys.readouterr().out)

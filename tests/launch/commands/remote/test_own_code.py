@@ -28,6 +28,7 @@ def code(tmp_path: Path) -> Path:
     (tmp_path / "secret.py").write_text("class X:\n    pass\n")
     (tmp_path / "code" / "link.py").symlink_to(tmp_path / "secret.py")
     (tmp_path / "code" / "linked").symlink_to(tmp_path)
+    (tmp_path / "code" / "loop.py").symlink_to("loop.py")
     (tmp_path / "code" / "outer").mkdir()
     (tmp_path / "code" / "outer" / "__init__.py").symlink_to(tmp_path / "secret.py")
     return tmp_path / "code"
@@ -65,6 +66,8 @@ def test_what_is_in_the_directory_is_accepted(code: Path, section: dict[str, Any
         ({"entry": "/etc/passwd.py:X"}, "must be a path below"),
         ({"entry": "~/x.py:X"}, "must be a path below"),
         ({"entry": "link.py:X"}, "a link leads out of"),
+        ({"entry": "loop.py:X"}, "a link leads to itself"),
+        ({"dataset": {"path": "loop.py"}}, "a link leads to itself"),
         ({"entry": "linked/secret.py:X"}, "a link leads out of"),
         ({"entry": "outer:X"}, "a link leads out of"),
         ({"entry": "missing.py:X"}, "there is no file missing.py in"),
@@ -129,3 +132,9 @@ def test_wrong_command_lines_are_refused(tmp_path: Path) -> None:
         OwnCode.of(tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"--allow-module: must be the name of a module \(got 'a-b'\)"):
         OwnCode.of(tmp_path, ["a-b"])
+
+
+def test_a_directory_that_is_a_link_to_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match=r"^--code: (a link leads to itself|there is no directory)"):
+        OwnCode.of(tmp_path / "loop")

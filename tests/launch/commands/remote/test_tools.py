@@ -1,7 +1,9 @@
 """Commands of another host: they show a run, and change it, by its address and a key."""
 
 import json
+import os
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from rolloutmq.bus.transport.keys.bundle import save_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.bus.transport.mirror import mirror
 from rolloutmq.launch.cli import app
-from rolloutmq.launch.commands.remote.view import MirroredView
+from rolloutmq.launch.commands.remote.view import LOCK, PREFIX, MirroredView
 from rolloutmq.schemas.errors import BrokerUnavailableError, KeyRefusedError, RefusedError
 from rolloutmq.schemas.files import Connection
 from rolloutmq.schemas.network.keys import Role
@@ -70,6 +72,28 @@ def test_a_view_follows_the_run_until_it_is_closed(hosts: Hosts) -> None:
         view.close()
     assert not layout.root.exists()
     assert end(broker) == 0
+
+
+def test_the_directory_of_a_killed_view_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    nobody = Connection(addresses=("tcp://127.0.0.1:1",))
+    killed, young, old, other = (tmp_path / f"{PREFIX}{name}" for name in ("killed", "young", "old", "other"))
+    for directory in (killed, young, old):
+        directory.mkdir()
+    (killed / LOCK).touch()
+    os.utime(old, (1.0, 1.0))
+    other.write_text("a file")
+    first, second = MirroredView(nobody), MirroredView(nobody)
+    try:
+        left = {path for path in tmp_path.iterdir() if path not in {young, other}}
+        assert len(left) == 2, "those of living processes stay"
+        assert not left & {killed, old}
+    finally:
+        first.close()
+        second.close()
+    assert {*tmp_path.iterdir()} == {young, other}
 
 
 def test_a_view_says_why_its_key_was_refused(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:

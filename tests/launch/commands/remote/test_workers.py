@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.launch.commands.remote.hosts import ENVIRONMENT, Hosts, end, hosts_at, wait_until
 
@@ -182,9 +183,23 @@ def test_workers_outlive_their_holder_and_the_next_one_takes_them_over(hosts: Ho
         f"own-far in use by process {again.pid}" in refused.stderr.replace("is in use", "in use")
         or str(again.pid) in refused.stderr
     )
+    assert "end that process with SIGTERM, or give this one another --name" in refused.stderr
     assert hosts.workers()["own-far.0"].pid == pid
     assert end(again) == 0, hosts.log("again.log")
     assert not hosts.workers()
+    assert end(broker) == 0
+
+
+def test_a_command_with_fewer_workers_ends_those_that_are_left(hosts: Hosts) -> None:
+    broker = hosts.broker()
+    joined = hosts.start(*join(hosts, "--count", "2"))
+    pids = {name: one.pid for name, one in hosts.ready("own-far.0", "own-far.1").items()}
+    end(joined, signal.SIGKILL)
+    again = hosts.start(*join(hosts, "--count", "1"), log="again.log")
+    wait_until(lambda: [*hosts.workers()] == ["own-far.0"], "the end of the other worker")
+    assert hosts.workers()["own-far.0"].pid == pids["own-far.0"]
+    wait_until(lambda: not psutil.pid_exists(pids["own-far.1"]), "the end of its process")
+    assert end(again) == 0, hosts.log("again.log")
     assert end(broker) == 0
 
 

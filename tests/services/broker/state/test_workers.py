@@ -8,8 +8,8 @@ from rolloutmq.services.broker.actions import Publish
 from rolloutmq.services.broker.state.workers import FAILED_S, GONE_S, SILENT_S
 
 
-def beat(bench: Bench, state: WorkerState = WorkerState.READY, pid: int = 1) -> bool:
-    message = WorkerBeat(worker="p", env="e", state=state, pid=pid)
+def beat(bench: Bench, state: WorkerState = WorkerState.READY, pid: int = 1, started: int = 0) -> bool:
+    message = WorkerBeat(worker="p", env="e", state=state, pid=pid, started=started)
     return bench.ask(message, WorkerBeatReply).draining
 
 
@@ -95,3 +95,27 @@ def test_a_drain_names_its_process_also_to_the_next_life_of_the_broker(heard: bo
         bench.restart()
     assert not beat(bench, WorkerState.STARTING, pid=2)
     assert bench.core.subscribed(b"control.p/") == []
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_drain_is_not_for_a_later_process_of_the_same_pid(restarts: bool) -> None:
+    """The first process of each container has pid 1."""
+    bench = Bench()
+    assert not beat(bench, started=100)
+    bench.ask(Drain(worker="p"), Ok)
+    if restarts:
+        bench.restart()
+    assert beat(bench, started=100)
+    kept = [a.message for a in bench.core.subscribed(b"control.p/") if isinstance(a, Publish)]
+    assert [(one.pid, one.started) for one in kept if isinstance(one, Drain)] == [(1, 100)]
+    assert not beat(bench, WorkerState.STARTING, started=200)
+    assert bench.core.subscribed(b"control.p/") == []
+
+
+def test_a_drain_outlives_the_end_of_a_session_of_its_process() -> None:
+    """A worker without an engine has no session; it opens another one once it has an engine."""
+    bench = Bench()
+    beat(bench)
+    bench.ask(Drain(worker="p"), Ok)
+    assert bench.producer(pid=1).sync().draining
+    assert beat(bench)

@@ -18,7 +18,7 @@ from tests.services.monitor.live.played_terminal import COLOUR, PlayedTerminal
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.request_client import BlockingClient
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout

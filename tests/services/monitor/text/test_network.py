@@ -125,3 +125,11 @@ def test_engines_that_lag_or_are_silent_are_named_with_the_relay_of_their_host()
     assert told(lags, silent, relays=(waits,)) == (
         f"{lag}: relay.gpu7 waits, no relay is heard; 1 other engine too"
     )
+
+
+def test_a_list_of_keys_that_cannot_be_read_is_told() -> None:
+    (line,) = lines(NetworkStatus(listen=ADDRESS, known_keys=3, keys_problem="keys: belongs to user 7"))
+    assert line.is_unwell
+    assert line.text.endswith(
+        "keys in use: 0 of 3; the list of keys is not read, and that of before counts: keys: belongs to user 7"
+    )

@@ -8,7 +8,7 @@ from tests.services.telemetry.bus import forwarding
 
 from rolloutmq.bus.encoding import topics
 from rolloutmq.bus.transport.pubsub import Publisher
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.tracing import Call, RolloutTrace
 from rolloutmq.services.telemetry.export.traces.program import Traces

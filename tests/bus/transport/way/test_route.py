@@ -15,8 +15,7 @@ from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.event_feed import EventFeed
 from rolloutmq.bus.transport.keys.bundle import save_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
-from rolloutmq.bus.transport.pubsub import Publisher, Subscriber
-from rolloutmq.bus.transport.route import RunPublisher
+from rolloutmq.bus.transport.pubsub import Publisher, RunPublisher, Subscriber
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.keys import Role

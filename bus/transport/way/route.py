@@ -14,13 +14,11 @@ from typing import Final, NamedTuple
 import msgspec
 import zmq
 
+from rolloutmq.bus.files import decode_json, read_regular
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.keys.bundle import CurveKeys, keys_of
-from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import Endpoints, RunLayout
-from rolloutmq.schemas.wire.envelope import Message
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +35,8 @@ def is_short(error: OSError | zmq.ZMQError) -> bool:
 def endpoints_of(layout: RunLayout) -> Endpoints | None:
     """Return the endpoints of a run's broker, or None if it has not published them."""
     try:
-        return read_json(layout.endpoints, Endpoints)
-    except (msgspec.DecodeError, NotADirectoryError):
+        return decode_json(read_regular(layout.endpoints), Endpoints)
+    except (msgspec.DecodeError, FileNotFoundError, NotADirectoryError):
         return None
 
 
@@ -82,56 +80,3 @@ class Route:
                 logger.warning("key not read, waiting for it error=%s", error)
             return None
         return way if way != self.taken else None
-
-
-class RunPublisher:
-    """Publishes events of a process through the broker of its run, by the way of now. For one thread.
-
-    It connects at once where it can: what is published before a connection stands is dropped.
-    """
-
-    def __init__(self, layout: RunLayout) -> None:
-        self._route = Route(layout, lambda endpoints: endpoints.publish)
-        self._publisher: Publisher | None = None
-        self._throttle = LogThrottle()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a connection, which may still be under way."""
-        return self._publisher is not None
-
-    def follow(self) -> None:
-        """Connect by another way if there is one; the old connection stays until then. Does not block.
-
-        A want of descriptors is logged, and the next call tries again.
-
-        Raises:
-            OSError: This user may not read the run directory.
-            ConfigError: The broker's address is none.
-        """
-        try:
-            self._follow()
-        except (OSError, zmq.ZMQError) as error:
-            if not is_short(error):
-                raise
-            if self._throttle.is_due(str(error), time.monotonic()):
-                logger.warning("broker not looked for error=%s", error)
-
-    def publish(self, topic: bytes, message: Message) -> None:
-        """Publish an event, or drop it while there is no broker; raises what `follow` raises."""
-        self.follow()
-        if self._publisher is not None:
-            self._publisher.publish(topic, message)
-
-    def close(self) -> None:
-        """Close the connection; the last events have half a second to leave. May be called twice."""
-        if self._publisher is not None:
-            self._publisher.close()
-            self._publisher = None
-
-    def _follow(self) -> None:
-        if (way := self._route.other()) is None:
-            return
-        fresh = Publisher(way.address, keys=way.keys)
-        self.close()
-        self._route.taken, self._publisher = way, fresh
