@@ -41,7 +41,8 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         state: State reported by the worker, else `waiting` for its next start, `stopping` or `fatal`; `silent` if it
-            was ready and the broker hears it no more; `running` if no broker replies; `gone` if its process has ended and the orchestrator has not reported it.
+            was ready and the broker hears it no more; `running` if no broker replies; `gone` if its process has ended
+            and the orchestrator has not reported it.
         age_s: Seconds since the start of its process.
         phase_s: Seconds in its phase of supervision.
         blocked_s: Seconds of its life that a rollout slot waited for credit or a submitted task, on average.
