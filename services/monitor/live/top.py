@@ -21,7 +21,7 @@ from rich.live import Live
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.rundir import read_lives, read_run
 from rolloutmq.bus.transport.event_feed import EventFeed
-from rolloutmq.bus.transport.route import endpoints_of
+from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import OutputFailedError, RolloutMQError, WireError
 from rolloutmq.schemas.files import RunLayout
