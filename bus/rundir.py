@@ -72,7 +72,7 @@ def read_run(run_dir: Path) -> tuple[RunConfig, RunLayout]:
         return RunConfig.model_validate_json(data), layout
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(".".join(map(str, first["loc"])) or "config", problem_of(first)) from None
+        raise ConfigError(".".join(map(str, first["loc"])) or str(layout.config), problem_of(first)) from None
 
 
 def write_json(path: Path, value: Any) -> None:

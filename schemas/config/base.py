@@ -12,6 +12,8 @@ from pydantic_core import CoreSchema, ErrorDetails, PydanticCustomError, core_sc
 
 INTEGER_LIMIT: Final = 1 << 62
 """Largest integer of a key: that of a message, `schemas.wire.envelope.Count`."""
+SHOWN_CHARS: Final = 200
+"""Most characters of a value in an error."""
 PROCESSES_LIMIT: Final = 10_000
 """Most processes of one kind: as many as the broker has room for in its table of workers."""
 
@@ -135,10 +137,18 @@ def problem_of(error: ErrorDetails) -> str:
         return _PROBLEMS["missing"]
     if error.get("ctx", {}).get("pattern") == NAME_PATTERN:
         rule = "must be 1 to 64 letters, digits, `.`, `_` or `-`, the first a letter or a digit"
-        return f"{rule} (got {error['input']!r})"
+        return f"{rule} (got {_shown(error['input'])})"
     text = error["msg"].partition(", unable to parse")[0].removeprefix("Input ")
     text = text[:1].lower() + text[1:]
+    if error["type"] == "json_invalid":
+        return text.replace("JSON: ", "JSON, ", 1)
     problem = _PROBLEMS.get(error["type"], text.replace("should ", "must ", 1))
     if problem == _PROBLEMS["list_type"] and isinstance(error["input"], str) and error["input"]:
         problem += f", such as [{json.dumps(error['input'], ensure_ascii=False)}]"
-    return f"{problem} (got {error['input']!r})"
+    return f"{problem} (got {_shown(error['input'])})"
+
+
+def _shown(given: object) -> str:
+    """Return a value as an error shows it: whole only if it is short."""
+    text = repr(given)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."

@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rolloutmq.bus.rundir import load_run, read_json, wait_json, write_json
+from rolloutmq.bus.rundir import load_run, read_json, read_run, wait_json, write_json
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, MissingError
+from rolloutmq.schemas.files import RunLayout
 
 
 def test_a_run_is_read_back_as_it_was_written(run_dir: Path) -> None:
@@ -64,3 +65,14 @@ def test_json_that_does_not_fit_leaves_the_old_file_and_no_other(run_dir: Path) 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert read_json(path, dict[str, int]) == {"a": 1}
     assert [entry.name for entry in run_dir.iterdir()] == ["x.json"]
+
+
+def test_a_cut_configuration_is_named_and_not_shown(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    layout.config.write_text('{"run": {"name": "' + "x" * 5000)
+    with pytest.raises(ConfigError, match=r"config\.json: invalid JSON, EOF while") as cut:
+        read_run(run_dir)
+    layout.config.write_text('{"run": {"seed": "' + "x" * 5000 + '"}}')
+    with pytest.raises(ConfigError, match=r"^run\.seed: must be a valid integer \(got 'x+\.\.\.\)$") as wrong:
+        read_run(run_dir)
+    assert max(len(str(cut.value)), len(str(wrong.value))) < 400
