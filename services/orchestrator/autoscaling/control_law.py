@@ -22,8 +22,8 @@ therefore either slow or unstable. This one divides two measured rates, and the 
     want above target             scale up, once all updates of `confirm_up_s` agree, by a bounded step; a large step
                                   waits while the queue lasts for longer than a start: it may be a burst
     want below target - band soon
-      after a step up             withdraw the workers that start, but for those wanted: at the end of a short burst,
-                                  they would be ready too late
+      after a step up             withdraw the workers that start, but for those wanted, once the want has fallen by the
+                                  band: at the end of a short burst, they would be ready too late
     peak want of the window
       below target - band         scale down, once all updates of `confirm_down_s` agree, by a bounded step
     otherwise                     hold
@@ -33,10 +33,10 @@ many costs a worker, one too few starves a trainer.
 
 A full queue alone does not scale down. High-water marks and pacing bound it, and a waiting worker costs less than a
 restart. If workers wait, the queue is at one of its limits (bytes, groups or policy versions), so nothing is missing.
-If they wait most of the time, more workers would only wait too. A starting worker counts as present, a draining one as
-gone. The integral freezes while a worker starts or drains and while the target cannot follow (anti-windup). The
-inference servers limit growth until its effect is measured, and workers that add no throughput: see `saturation`.
-Always min <= target <= max, and at most the available room.
+If they wait most of the time, or at the same time as the trainer, more workers would only wait too. A starting worker
+counts as present, a draining one as gone. The integral freezes while a worker starts or drains and while the target
+cannot follow (anti-windup). The inference servers limit growth until its effect is measured, and workers that add no
+throughput: see `saturation`. Always min <= target <= max, and at most the available room.
 
 Sources: tolerance, stabilization window and step limits follow the Kubernetes horizontal pod autoscaler (algorithm
 page of its documentation), immediate scale-up follows Knative's panic mode, anti-windup follows Astrom and Hagglund,
@@ -96,6 +96,8 @@ IDLE_PART: Final = 0.5
 """Part of their waiting time from which more workers would only wait too."""
 WHOLE: Final = 0.85
 """Smallest dead band, in workers: with two of them, a want of one is one."""
+HIGHEST: Final = 2.0
+"""Standard errors by which the highest want of a window exceeds the mean of some by chance."""
 UNSURE: Final = 3.5
 UNSURE_PART: Final = 0.25
 """Dead band in standard errors of the measured rates, and the largest such part of the target: both the number that was
@@ -131,6 +133,9 @@ class ControllerState(msgspec.Struct, frozen=True):
     """Times and wants within the window; descending, so that the first is the peak."""
     up_from: tuple[float, int] = (-math.inf, 0)
     """Start time of the present step up, and the target then."""
+    tied_at: float = -math.inf
+    """Last time at which the trainer and the workers waited at once: all credit is in running rollouts, and each
+    returns some when it arrives."""
     calm_from: float = math.inf
     """Earliest time of a scale-down, after starvation or a start. Infinite before the first tick."""
     start_s: float = 10.0
@@ -235,8 +240,9 @@ class PressureController:
         # With few workers the lower limit is above 0: some spare stays, since growth from few takes more steps. A queue
         # beyond twice its setpoint is spare enough.
         least = LESS * (1.0 - band) if lack >= 0.0 else min(0.0, LESS * (1.0 - band))
-        # The error of the rates and the correction together stay within about the band.
-        most = max(HALF * band, MORE * band - state.rates.error * need)
+        # The error of the rates and the correction together stay within about the band. The fleet follows the highest
+        # want, which chance raises by more than one standard error.
+        most = max(HALF * band, MORE * band - HIGHEST * state.rates.error * need)
         want = need + min(max(lack + state.trim, least), most)
         available = max(state.rates.available, LEAST_AVAILABLE)
         return (want + self._reserve(state, sample, want, available)) / available
@@ -356,6 +362,8 @@ class PressureController:
         starving = self._starving(state, sample)
         if starving:
             state = replace(state, calm_from=max(state.calm_from, now + self._window_s(state)))
+            if state.rates.idle > FULL_PART:
+                state = replace(state, tied_at=now)
         if target > limit:
             return self._to(state, limit, f"{why}; {_bounded(sample, limit, bound)}", bound)
         wanted = math.ceil(want - self._tolerated(state, sample, want))
@@ -366,7 +374,7 @@ class PressureController:
             why = f"{why}; starving" if starving else why
             return self._up(state, sample, wanted, why, now, at_once=starving)
         kept = self._kept(state, sample, want, now)
-        if target - kept >= band:
+        if target - kept >= band and state.wants[0][1] - want >= band:  # less would be chance
             return self._down(state, kept, f"{why}; less is wanted before the last step up is ready", now)
         most = state.wants[0][1]
         last = target == 1 and most <= ROUND and sample.pressure >= self.scaling.setpoint_batches
@@ -408,7 +416,7 @@ class PressureController:
             return self._hold(state, f"{why}; {said}", UNMEASURED)
         if state.rates.silent:
             return self._hold(state, f"{why}; no group arrives from the workers: more would not help")
-        if state.rates.idle > IDLE_PART and target:
+        if (state.rates.idle > IDLE_PART or now - state.tied_at <= state.rates.rollout_s) and target:
             return self._hold(state, f"{why}; the workers wait themselves ({sample.wait or 'no_credit'})")
         if target >= limit:
             return self._hold(state, f"{why}; {_bounded(sample, limit, bound)}", bound)

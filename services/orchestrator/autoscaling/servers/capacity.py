@@ -109,6 +109,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
     """Groups that told it."""
     usual_part: float = 1.0
     """The same relative to the size, as measured after the last clear growth: a little more is no measure."""
+    usual_groups: float = math.inf
+    """Groups that told it."""
     made: float = 0.0
     """Throughput before scaling back to the capacity; 0 once the result is known."""
     made_groups: float = math.inf
@@ -316,7 +318,9 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return self if now < self.until else new._ended(self.above, now)
         enough = seen.total * self.above / seen.size
         if seen.total >= self.made * (1.0 - part / 2.0):
-            new = replace(new._based(seen), is_full=True)
+            # A test of one worker among many proves nothing if chance may hide what it makes.
+            is_full = self.is_full or seen.is_clear(part, self.made_groups)
+            new = replace(new._based(seen), is_full=is_full)
             return new._testing(max(seen.total, self.made), seen.total, now)
         if not self.is_search:  # they were needed, and some more may be, too
             capacity = min(ROOM * self.made, enough)
@@ -441,12 +445,12 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         become longer slowly, and a server fills up at once: the baseline falls slowly.
         """
         if seen.size > MORE * self.proven:
-            usual = self.usual_part
+            usual, usual_groups = self.usual_part, self.usual_groups
             if seen.size > (1.0 + LIKE) * self.proven:
-                usual = min(1.0, seen.total / seen.size)
+                usual, usual_groups = min(1.0, seen.total / seen.size), seen.groups
             grown = self.grown or seen.total > (1.0 + LIKE) * self.top
             new = replace(self, proven=seen.size, top=seen.total, usual_part=usual, doubted=False)
-            return replace(new, grown=grown)._pooled(seen)
+            return replace(new, grown=grown, usual_groups=usual_groups)._pooled(seen)
         usual = self.usual_part if seen.size > CLOSE * self.proven else 1.0
         changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
         largest = max(abs(change - 1.0) for change in changes.values())
@@ -459,6 +463,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             changes = {env: 1.0 if abs(change - 1.0) < STEADY else change for env, change in changes.items()}
         if not clearly:
             most, weight = FOLLOWS_PER_S * seen.took_s, FOLLOWS
+            if not self.capacity and usual < 1.0 and min(self.usual_groups, self.top_groups) < SURE_GROUPS:
+                return self._remeasured(seen, changes)
             if not self.capacity and self.top_groups < SURE_GROUPS:  # the baseline is the less sure of both
                 most, weight = 1.0, seen.groups / (self.top_groups + seen.groups)
             changes = {
@@ -473,6 +479,27 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         new = replace(new, longer=max(1.0, self.longer / change), top_groups=groups)
         return replace(new, curve=self.curve.scaled(change))
 
+    def _remeasured(self, seen: Measurement, changes: Mapping[str, float]) -> Self:
+        """Correct the throughput of the present workers, who make less than their size, by one more measurement.
+
+        Fewer workers told the pace of one that nothing slows. It rises only if these make more than their size. The
+        ratios of the paces of several environments are corrected as well.
+        """
+        groups = min(self.usual_groups, self.top_groups) + seen.groups
+        weight = seen.groups / groups
+        whole = seen.total / (self.usual_part * seen.size)
+        corrected = self.usual_part * (1.0 + weight * (whole - 1.0))
+        faster = max(1.0, corrected)
+        bests = {
+            env: best * faster * (1.0 + weight * (changes.get(env, whole) / whole - 1.0))
+            for env, best in self.bests.items()
+        }
+        top = self.top * corrected / self.usual_part
+        new = replace(self, bests=bests, proven=faster * self.proven, top=top, usual_part=min(1.0, corrected))
+        top_groups = min(self.top_groups + seen.groups, SURE_GROUPS)
+        new = replace(new, top_groups=top_groups, usual_groups=groups)
+        return replace(new, doubted=False, curve=self.curve.scaled(faster))
+
     def _changed(self, seen: Measurement) -> Self:
         """Take a measurement as the new baseline, since what was measured before holds no longer."""
         new = self._based(seen)
@@ -481,7 +508,10 @@ class CapacitySearch(msgspec.Struct, frozen=True):
     def _pooled(self, seen: Measurement) -> Self:
         """Let workers that are as fast as those before, as far as chance lets it be told, correct the baseline."""
         change, groups = seen.total / seen.size, min(self.top_groups + seen.groups, SURE_GROUPS)
-        if self.capacity or seen.is_clear(1.0 - change, self.top_groups):
+        is_slower = change < 1.0 and seen.is_clear(1.0 - change, self.top_groups)
+        if (
+            self.capacity or is_slower
+        ):  # more workers are never faster than fewer: if they seem so, it is chance
             return replace(self, top_groups=seen.groups)
         change = 1.0 + (change - 1.0) * seen.groups / (self.top_groups + seen.groups)
         new = replace(self._scaled(change), proven=change * self.proven, top_groups=groups)
