@@ -50,7 +50,6 @@ IN_USE: Final = 4
 """Exit code if another process uses the run directory, or has this one's place."""
 FORCED: Final = 130
 """Exit code after a second signal."""
-_TAKEN: Final = (RunDirInUseError, ConsumerFencedError)
 _HOPELESS: Final = (
     ConfigError,
     DamagedJournalError,
@@ -240,7 +239,9 @@ def log_failure(name: str, error: BaseException) -> int:
         sys.stderr.flush()
     if any(isinstance(leaf, _HOPELESS) or _is_forbidden(leaf) for leaf in leaves):
         return PERMANENT_FAILURE
-    return IN_USE if any(isinstance(leaf, _TAKEN) for leaf in leaves) else FAILED
+    return (
+        IN_USE if any(isinstance(leaf, RunDirInUseError | ConsumerFencedError) for leaf in leaves) else FAILED
+    )
 
 
 def _is_forbidden(error: BaseException) -> bool:

@@ -181,10 +181,6 @@ class Rollouts:
         self.untaught = 0
         self.error = ""
 
-    def deliver_to(self, outlet: GroupSink, tasks: Tasks | None) -> None:
-        """Use another session from the next `run` on. Call it between two runs."""
-        self._outlet, self._tasks = outlet, tasks
-
     @property
     def taking_s(self) -> float:
         """Seconds that all slots have waited for submitted tasks, current waits included."""

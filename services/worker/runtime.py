@@ -23,10 +23,10 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from rolloutmq.bus.engine_registry import FIRST, engines_of, is_reachable
 from rolloutmq.bus.evaluation.plan import answering_producer
@@ -55,7 +55,6 @@ from rolloutmq.services.worker.openai.call_trace import RolloutTracer
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.openai.engine_tokens import token_of
-from rolloutmq.services.worker.openai.reach import until_away, until_reached
 from rolloutmq.services.worker.policy import CountingPolicy, NoPolicy, Policy
 from rolloutmq.services.worker.rollouts import TRACEBACK_EVERY_S, RateLimitedLog, Rollouts
 from rolloutmq.services.worker.teacher_client import TeacherClient
@@ -65,7 +64,6 @@ from rolloutmq.services.worker.user_code.loop_watch import LoopWatch
 from rolloutmq.services.worker.user_code.process_exits import told_exits
 
 logger = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 WAIT_CHARS: Final = 1000
 """Longest `waits_for` of a heartbeat."""
@@ -134,10 +132,6 @@ class Worker:
         self._teacher: TeacherClient | None = None
         self._engine_wait = ""
         """Why no engine can be asked while the worker starts; it has no session before, and so holds no permit."""
-        self._engines: Engines | None = None
-        self._wait_log = WaitLog()
-        self._blocked_s = 0.0
-        """Seconds that earlier sessions have waited for credit."""
         self._tracer: RolloutTracer | None = None
         self._files = UserFiles.of(self.config.base_dir, [self.section])
         self._failures = RateLimitedLog(TRACEBACK_EVERY_S)
@@ -171,8 +165,7 @@ class Worker:
             in_hand=rollouts.in_hand if rollouts else 0,
             produced=rollouts.produced if rollouts else 0,
             abandoned=rollouts.abandoned if rollouts else 0,
-            blocked_s=self._blocked_s
-            + (self._producer.waits_s if self._producer else 0.0)
+            blocked_s=(self._producer.waits_s if self._producer else 0.0)
             + (rollouts.taking_s if rollouts else 0.0),
             error=self.error or (rollouts.error if rollouts else ""),
             late_members=rollouts.late_members if rollouts else 0,
@@ -185,9 +178,9 @@ class Worker:
         )
 
     def _waits_for(self) -> str:
-        if self.state is WorkerState.STARTING:
-            return self._engine_wait
-        return self._teacher.wait(time.monotonic()) if self._teacher is not None else ""
+        if self._teacher is not None:
+            return self._teacher.wait(time.monotonic())
+        return self._engine_wait if self.state is WorkerState.STARTING else ""
 
     async def run(self, stop: Stop) -> None:
         """Run until drained or stopped.
@@ -269,88 +262,45 @@ class Worker:
     async def _live(self, environment: Environment, stop: Stop) -> None:
         interval_s = self.config.telemetry.interval_s
         async with publishing(self._latencies, self.layout, interval_s), AsyncExitStack() as stack:
-            policy = await self._unless_drained(self._prepared(stack, environment))
-            while policy is not None and await self._session(stack, environment, policy, stop):
-                pass
-
-    async def _session(
-        self, life: AsyncExitStack, environment: Environment, policy: Policy, stop: Stop
-    ) -> bool:
-        """Run rollouts in one session with the broker, once an engine answers; return whether another one follows.
-
-        It follows a session that ended because no engine has answered for long: the others use its permits meanwhile.
-        """
-        async with AsyncExitStack() as stack:
-            started = await self._unless_drained(self._started(life, stack, environment, policy))
+            started = await self._started(stack, environment)
             if started is None:
-                return False
+                return
             producer, *beside = started
             self._enter(WorkerState.READY)
             watcher = asyncio.create_task(self._drain_with(producer), name="drain watcher")
             stack.callback(watcher.cancel)
-            why = await self._roll(policy, stop)
+            await self._roll(stop)
             await asyncio.gather(*(self._deliver(one, stop) for one in (producer, *beside)))
-        if not why or self._draining.is_set():
-            return False
-        self._blocked_s += producer.waits_s
-        self._producer = self._evaluating = None
-        self._enter(WorkerState.STARTING)
-        return True
 
-    async def _unless_drained(self, preparing: Coroutine[Any, Any, _T]) -> _T | None:
-        """Wait for what rollouts need; None if the worker drains before it is there."""
+    async def _started(self, stack: AsyncExitStack, environment: Environment) -> list[Producer] | None:
+        """Wait for everything rollouts need, and return the producers; None if the worker drains before."""
         if self._draining.is_set():
-            preparing.close()
             return None
         try:
             async with asyncio.timeout(None) as self._starting:  # `start_draining` lets it expire
-                return await preparing
+                if isinstance(environment, AbstractAsyncContextManager):
+                    await stack.enter_async_context(environment)
+                tracer = self._tracer = RolloutTracer(
+                    self.layout, self.name, self.env, self.config.telemetry.trace_ratio
+                )
+                stack.callback(tracer.close)
+                policy = await self._policy(stack)
+                counting = CountingPolicy(policy)
+                producer = await self._opened(stack)
+                tasks = await self._tasks(stack, producer)
+                stack.enter_context(joined(environment, self.env, self.name, self.layout))
+                evaluating = await self._evaluation(stack, environment, policy)
+                if self.config.teacher.enabled:
+                    opening = TeacherClient.opened(self.config, self.layout)
+                    self._teacher = await stack.enter_async_context(opening)
         except TimeoutError:
             if not self._draining.is_set():
                 raise
             return None
         finally:
             self._starting = None
-
-    async def _prepared(self, stack: AsyncExitStack, environment: Environment) -> Policy:
-        """Wait for everything that stays for the life of the worker, and return the policy."""
-        if isinstance(environment, AbstractAsyncContextManager):
-            await stack.enter_async_context(environment)
-        tracer = self._tracer = RolloutTracer(
-            self.layout, self.name, self.env, self.config.telemetry.trace_ratio
-        )
-        stack.callback(tracer.close)
-        policy = await self._policy(stack)
-        if self.config.teacher.enabled:
-            opening = TeacherClient.opened(self.config, self.layout)
-            self._teacher = await stack.enter_async_context(opening)
-        return policy
-
-    async def _started(
-        self, life: AsyncExitStack, stack: AsyncExitStack, environment: Environment, policy: Policy
-    ) -> list[Producer]:
-        """Wait until an engine answers, open a session with the broker, and return its producers."""
-        if isinstance(policy, OpenAIPolicy):
-            await until_reached(policy, self._lacks_engine)
-        self._engine_wait = ""
-        self._wait_log.over()
-        producer = await self._opened(stack)
-        tasks = await self._tasks(stack, producer)
-        if self._rollouts is None:
-            life.enter_context(joined(environment, self.env, self.name, self.layout))
-        evaluating = await self._evaluation(stack, environment, policy)
-        self._producer = producer
-        if self._rollouts is not None:
-            self._rollouts.deliver_to(producer, tasks)
-        else:
-            self._rollouts = self._made(environment, policy, producer, tasks)
-        return [producer, *evaluating]
-
-    def _made(
-        self, environment: Environment, policy: Policy, producer: Producer, tasks: TaskTaker | None
-    ) -> Rollouts:
-        counting = self._counting = CountingPolicy(policy)
-        return Rollouts(
+        self._producer, self._counting = producer, counting
+        self._rollouts = Rollouts(
             self.name,
             self.section,
             environment,
@@ -363,9 +313,10 @@ class Worker:
             evaluation_seed=self._evaluation_seed if self.section.split == "eval" else None,
             on_failure=self._failed,
             files=self._files,
-            tracer=self._tracer,
+            tracer=tracer,
             latencies=self._latencies,
         )
+        return [producer, *evaluating]
 
     async def _evaluation(
         self, stack: AsyncExitStack, environment: Environment, policy: Policy
@@ -394,19 +345,23 @@ class Worker:
         return [producer]
 
     async def _policy(self, stack: AsyncExitStack) -> Policy:
-        """Open the client of the policy once an engine is registered."""
+        """Open the client of the policy once an engine is registered. A wait of some seconds is logged."""
         if self.config.inference.kind == "none":
             return NoPolicy()
+        log = WaitLog()
         # Another process writes the file: there is no event to wait for.
         while not self._addresses():
-            self._lacks_engine(self._out_of_reach(), self._no_engine())
+            self._engine_wait = self._out_of_reach()[:WAIT_CHARS]
+            if log.is_due("no engine", now := time.monotonic()):
+                logger.warning(
+                    "waiting for an inference server waited_s=%.0f: %s", log.waited_s(now), self._no_engine()
+                )
             await asyncio.sleep(FILE_POLL_S)
         rng = random.Random(f"{self.config.run.seed}/{self.name}/engines")
         is_external = self.config.inference.kind == "external"
-        engines = self._engines = Engines(self._addresses, rng, self._known, self._bound())
         return await stack.enter_async_context(
             OpenAIPolicy.opened(
-                engines,
+                Engines(self._addresses, rng, self._known, self._bound()),
                 known=self._known,
                 patience_s=PATIENCE * self.section.rollout_timeout_s,
                 token=token_of(self.config, self.layout),
@@ -416,13 +371,6 @@ class Worker:
                 root=str(self.layout.model) if self.layout.connection.exists() else "",
             )
         )
-
-    def _lacks_engine(self, why: str, problem: str = "") -> None:
-        """Note why no engine can be asked. A wait of some seconds is logged; `problem` says more than the heartbeat."""
-        self._engine_wait = why[:WAIT_CHARS]
-        if self._wait_log.is_due("no engine", now := time.monotonic()):
-            waited_s = self._wait_log.waited_s(now)
-            logger.warning("waiting for an inference server waited_s=%.0f: %s", waited_s, problem or why)
 
     def _known(self) -> PolicyVersion:
         return self._producer.policy if self._producer else PolicyVersion()
@@ -493,37 +441,20 @@ class Worker:
         await producer.draining.wait()
         self.start_draining("ack")
 
-    async def _roll(self, policy: Policy, stop: Stop) -> str:
-        """Run rollouts until drained, then finish running ones as time allows.
-
-        Return why no engine answers if that ends them before, else an empty text.
-        """
+    async def _roll(self, stop: Stop) -> None:
+        """Run rollouts until drained, then finish running ones as time allows."""
         both = [one for one in (self._rollouts, self._answers) if one is not None]
         rolling = asyncio.create_task(_together(both), name="rollouts")
-        away = asyncio.create_task(self._away(policy, rolling), name="engine watch")
         try:
             if not await _ended(rolling, self._draining):
                 await _ended(rolling, stop.event, self._left_s())
         finally:
-            away.cancel()
             if in_hand := sum(one.in_hand for one in both):
                 logger.warning("rollouts cancelled in_hand=%d", in_hand)
             rolling.cancel()
-            await asyncio.wait({rolling, away})
+            await asyncio.wait({rolling})
         if not rolling.cancelled():
             rolling.result()
-        return "" if away.cancelled() else away.result()
-
-    async def _away(self, policy: Policy, rolling: "asyncio.Task[None]") -> str:
-        """Cancel the rollouts once no living engine has answered for long; return why."""
-        if not isinstance(policy, OpenAIPolicy) or self._engines is None:
-            await asyncio.Event().wait()
-            return ""
-        why = await until_away(policy, self._engines)
-        logger.warning("session ends, its permits are free for others: %s", why)
-        self._lacks_engine(why)
-        rolling.cancel()
-        return why
 
     async def _deliver(self, producer: Producer, stop: Stop) -> None:
         """Wait until everything is acked, as time allows; the producer saves the rest."""

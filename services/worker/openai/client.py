@@ -16,7 +16,7 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -51,11 +51,6 @@ KEPT_TOKENS: Final = 1 << 18
 """Most tokens that are kept, of all of them together: about 10 MB."""
 KEPT_BYTES: Final = 4096
 """Longest request for tokens whose answer is kept."""
-PROBE_S: Final = 10.0
-"""Seconds in which an engine tells its models, unless it or the way to it is lost."""
-PROBED: Final = 4
-"""Engines that are asked at once whether they answer."""
-TIMED_OUT: Final = "the request timed out"
 RETRIED: Final = frozenset({408, 425, 429, 502, 503, 504})
 """Statuses that are retried."""
 
@@ -261,25 +256,6 @@ class OpenAIPolicy:
         finally:
             engine.in_hand -= 1
 
-    async def probe(self) -> str:
-        """Ask the engines whether they answer, a few at a time; return why none does, empty once one has.
-
-        Takes up to `PROBE_S` for every `PROBED` engines that do not answer.
-        """
-        engines = self._engines.known(time.monotonic())
-        for first in range(0, len(engines), PROBED):
-            some = engines[first : first + PROBED]
-            if any(await asyncio.gather(*map(self._answers, some))):
-                return ""
-        return self._engines.why_away(self._engines.known(time.monotonic())) or self._engines.missing
-
-    async def _answers(self, engine: Engine) -> bool:
-        """Ask an engine for its model; return whether it answered, with whatever status."""
-        with suppress(PolicyRefusedError):
-            if await self._attempt(engine, self._found, PROBE_S) == TIMED_OUT:
-                self._engines.unanswered(engine, TIMED_OUT, time.monotonic())
-        return engine.failing_since is None
-
     async def _ask(self, path: str, request: Callable[[str], bytes], until: float | None = None) -> bytes:
         return await self._until(lambda engine: self._answered(engine, path, request), until)
 
@@ -315,21 +291,14 @@ class OpenAIPolicy:
         engine.in_hand += 1
         try:
             async with asyncio.timeout(limit_s):
-                found = await attempt(engine)
-        except PolicyRefusedError:
-            self._engines.answered(engine, time.monotonic())
-            raise
+                return await attempt(engine)
+        except TimeoutError:
+            return "the request timed out"
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             engine.model = ""  # a restarted server may serve another model
-            problem = f"{type(error).__name__} {error}"
-            self._engines.unanswered(engine, problem, time.monotonic())
-            return problem
-        except TimeoutError:
-            return TIMED_OUT  # a long answer, maybe
+            return f"{type(error).__name__} {error}"
         finally:
             engine.in_hand -= 1
-        self._engines.answered(engine, time.monotonic())
-        return found
 
     async def _answered(self, engine: Engine, path: str, request: Callable[[str], bytes]) -> bytes | str:
         """Post a request to an engine; return the body, or the reason to retry."""

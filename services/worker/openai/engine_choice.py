@@ -13,7 +13,7 @@ event loop.
 """
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,9 +26,6 @@ LOOK_S: Final = 0.5
 PASS_S: Final = 1.0
 """Seconds to skip a failed engine: a restart takes seconds, and a failed attempt is cheap."""
 
-AWAY_S: Final = 30.0
-"""Seconds without an answer of any living engine after which a worker counts as cut off from them: a lost packet or a
-short outage of the network ends no rollout."""
 STUCK_S: Final = 5.0
 """Seconds without another version after which an engine that is behind counts as stuck: it tells its version once a
 second, and a fast trainer takes many steps until then."""
@@ -60,12 +57,6 @@ class Engine:
     """Version of its weights; None if it does not tell."""
     moved_at: float = 0.0
     """When the version was first seen."""
-    beats: bool = False
-    """Whether it sends heartbeats, so that its silence can be known."""
-    failing_since: float | None = None
-    """Since when no request was answered; None if the last one was."""
-    problem: str = ""
-    """Why the last one was not."""
 
 
 class Engines:
@@ -87,8 +78,6 @@ class Engines:
     ) -> None:
         self.missing = NO_ENGINE
         """Why the last `take` found none."""
-        self.answered_at = float("-inf")
-        """When an engine last answered, with whatever status."""
         self._policy = policy
         self._max_staleness = max_staleness
         self._listed = listed
@@ -106,45 +95,6 @@ class Engines:
             return None
         best = min(_rank(one, now) for one in usable)
         return self._rng.choice([one for one in usable if _rank(one, now) == best])
-
-    def known(self, now: float) -> list[Engine]:
-        """Return the registered engines in random order, silent ones last."""
-        self._look(now)
-        found = [*self._known.values()]
-        self._rng.shuffle(found)
-        return sorted(found, key=lambda one: one.silent)
-
-    def answered(self, engine: Engine, now: float) -> None:
-        """Note that an engine has answered a request, with whatever status."""
-        self.answered_at = now
-        engine.failing_since, engine.problem = None, ""
-
-    def unanswered(self, engine: Engine, problem: str, now: float) -> None:
-        """Note that a request got no answer."""
-        engine.problem = problem
-        if engine.failing_since is None:
-            engine.failing_since = now
-
-    def away(self, now: float) -> str:
-        """Return why no living engine has answered for `AWAY_S`; empty if one has, or none is known to live."""
-        living = [one for one in self.known(now) if one.beats and not one.silent]
-        if any(one.failing_since is None or now - one.failing_since < AWAY_S for one in living):
-            return ""
-        return self.why_away(living)
-
-    @staticmethod
-    def why_away(engines: Sequence[Engine]) -> str:
-        """Name the engines that do not answer, with the reason of the first one; empty for none."""
-        if not engines:
-            return ""
-        first, more = engines[0], len(engines) - 1
-        name = f"{first.name} ({first.url})" if first.name else first.url
-        others = f" nor {more} other{'s' * (more > 1)}" if more else ""
-        silent = "; it sends no heartbeat, either" if first.silent else ""
-        return (
-            f"engine {name} does not answer this host{others}: {first.problem or 'not asked yet'}{silent}; let its "
-            "port through the firewall of its host, or start an engine on this host"
-        )
 
     def _behind(self, engine: Engine) -> int:
         """Return the steps by which an engine is behind; across resumes of the trainer that is not known here."""
@@ -193,7 +143,7 @@ class Engines:
             known[life] = engine = self._known.get(life) or Engine(
                 address.url.rstrip("/").removesuffix("/v1"), name=address.name, key=address.key
             )
-            engine.silent, engine.beats = silent, address.number > 0
+            engine.silent = silent
             if engine.version != address.version:
                 engine.version, engine.moved_at = address.version, now
         self._known = known

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +38,6 @@ from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.process.stacks import hang_of
-from rolloutmq.services.worker.openai import engine_choice, reach
 from rolloutmq.services.worker.runtime import Worker, work
 from rolloutmq.services.worker.user_code.failures import UserFailure
 
@@ -313,50 +311,6 @@ async def test_a_worker_that_reaches_no_engine_says_so_and_holds_no_permit(
             write_json(stage.layout.inference, InferenceAddress(url=server.url, pid=1))
             await stage.heard(lambda status: status.produced > 0)
             stage.stop.request("SIGTERM")
-
-
-async def test_a_worker_whose_engine_does_not_answer_opens_no_session(
-    staged: Staged, server: "FakeServer"
-) -> None:
-    await server.stop()  # the port is closed, as behind a firewall
-    async with staged() as stage, living(stage.worker(), stage.stop):
-        told = await stage.heard(lambda it: "does not answer this host" in it.waits_for)
-        assert (told.state, server.url in told.waits_for) == (WorkerState.STARTING, True)
-        assert (await stage.pressure()).lanes == ()
-        write_json(stage.layout.inference, InferenceAddress(url=await server.start(), pid=1))
-        told = await stage.heard(lambda status: status.produced > 0)
-        assert (told.state, told.waits_for) == (WorkerState.READY, "")
-        stage.stop.request("SIGTERM")
-
-
-async def test_a_worker_cut_off_from_a_living_engine_gives_its_permits_back(
-    staged: Staged, server: "FakeServer", monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_choice, "AWAY_S", 0.5)
-    monkeypatch.setattr(reach, "PROBE_S", 0.1)
-    async with staged(pacing=True) as stage, living(stage.worker(), stage.stop):
-        living_engine = asyncio.create_task(beating(stage.layout, server.url))
-        await stage.heard(lambda status: status.produced > 0)
-        server.gate.clear()
-        await stage.heard(lambda status: status.in_hand == 3)
-        await server.stop()
-        told = await stage.heard(lambda it: "does not answer this host" in it.waits_for)
-        assert (told.state, told.in_hand) == (WorkerState.STARTING, 0)
-        lanes = (await stage.pressure()).lanes
-        assert [(lane.granted, lane.producers) for lane in lanes] == [(0, 0)]
-        before = told.produced
-        living_engine.cancel()
-        server.gate.set()
-        write_json(stage.layout.inference, InferenceAddress(url=await server.start(), pid=1))
-        await stage.heard(lambda status: status.produced > before and status.state is WorkerState.READY)
-        stage.stop.request("SIGTERM")
-
-
-async def beating(layout: RunLayout, url: str) -> None:
-    """Write the address file of an engine again and again, as a living one does."""
-    for number in count(1):
-        write_json(layout.inference, InferenceAddress(url=url, pid=1, number=number))
-        await asyncio.sleep(0.2)
 
 
 async def test_a_broker_that_comes_back_is_found_again(staged: Staged, run_dir: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from rolloutmq.bus.engine_registry import SILENT_S
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker.openai.engine_choice import AWAY_S, LOOK_S, PASS_S, STUCK_S, Engine, Engines
+from rolloutmq.services.worker.openai.engine_choice import LOOK_S, PASS_S, STUCK_S, Engine, Engines
 
 
 class Directory:
@@ -176,42 +176,3 @@ def test_an_engine_is_asked_unless_its_groups_would_surely_be_dropped(
     engines = Engines(directory.listed, random.Random(0), lambda: at(9), max_staleness)
     for now in (0.0, STUCK_S + 1):
         assert taken(engines, now).name == "a"
-
-
-def failed(engines: Engines, now: float) -> None:
-    engine = engines.take(now)
-    assert engine is not None
-    engines.unanswered(engine, "no route to host", now)
-    engines.pass_over(engine, now)
-
-
-def test_only_living_engines_that_answered_nothing_for_long_are_away() -> None:
-    directory = Directory("a", "b")
-    engines = Engines(directory.listed, random.Random(0))
-    failed(engines, 0.0)
-    assert engines.away(AWAY_S + 1) == "", "the other one was not asked"
-    failed(engines, AWAY_S + 1)
-    assert engines.away(AWAY_S + 2) == ""
-    told = engines.away(2 * AWAY_S + 2)
-    assert "http://" in told
-    assert "does not answer this host nor 1 other: no route to host; let its port through" in told
-    one = engines.take(2 * AWAY_S + 2)
-    assert one is not None
-    engines.answered(one, 2 * AWAY_S + 2)
-    assert engines.away(2 * AWAY_S + 2) == ""
-
-
-def test_an_engine_that_is_dead_for_everybody_is_not_away() -> None:
-    directory = Directory("a")
-    engines = Engines(directory.listed, random.Random(0))
-    failed(engines, 0.0)
-    directory.hanging.add("a")
-    engines.known(LOOK_S)
-    assert engines.away(AWAY_S + SILENT_S + 1) == ""
-    assert "it sends no heartbeat, either" in engines.why_away(engines.known(AWAY_S + SILENT_S + 1))
-
-
-def test_an_engine_that_tells_no_heartbeats_is_never_away() -> None:
-    engines = Engines(lambda: [InferenceAddress(url="http://external", pid=0)], random.Random(0))
-    failed(engines, 0.0)
-    assert engines.away(AWAY_S + 1) == ""
