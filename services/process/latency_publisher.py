@@ -71,9 +71,8 @@ class LatencyPublisher:
     async def run(self, interval_s: float) -> None:
         """Publish a sample each interval until cancelled."""
         while True:
-            self._try(
-                self._publisher.follow
-            )  # ahead of the first sample: one sent before a connection stands is lost
+            # Ahead of the first sample: one that is sent before a connection stands is lost.
+            self._try(self._publisher.follow)
             await asyncio.sleep(interval_s)
             self.publish()
 

@@ -36,8 +36,6 @@ MOMENTARY_S: Final = 60.0
 _MOMENTARY: Final = frozenset(
     {"host_sample", "gpu_sample", "gpu_absence", "process_sample", "engine_sample", "latency_sample"}
 )
-
-
 _STEPS: Final = (b"step_done", b"batch_settled")
 _EVALUATION: Final = b"evaluation_done"
 _LASTS: Final = re.compile(
