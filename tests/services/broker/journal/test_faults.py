@@ -184,7 +184,7 @@ def test_events_have_room_of_their_own(tmp_path: Path, disk: FailingDisk) -> Non
     disk.plan["pwritev"] = full_while_it_is_there
     disk.fail("allocate", errno.ENOSPC)
     run.write(GONE)
-    assert not reserve.exists()
+    run.until(lambda: not reserve.exists())  # each try to set it aside again makes the file for a moment
     disk.heal()
     run.until(reserve.exists)
     run.journal.close()
