@@ -169,4 +169,5 @@ def connect(
     )
     with joining as consumer, ExitStack() as stack:
         events = stack.enter_context(closing(RunPublisher(RunLayout(run_dir))))
+        events.follow()  # or the event of the first step is lost
         yield BusBrokerClient(consumer, events, config.pull_wait_s)

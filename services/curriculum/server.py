@@ -191,6 +191,7 @@ class Reports:
         self._layout = layout
         self._known: dict[str, CurriculumProgress] = {}
         self._publisher = RunPublisher(layout)
+        self._publisher.follow()
 
     def tell(self, curriculum: Curriculum) -> None:
         """Publish the progress of one curriculum; an event is lost while the broker is away."""

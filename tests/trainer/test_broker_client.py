@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.trainer.support.toy import run_config, some_group
 
-from rolloutmq.bus.encoding import topics
+from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.pubsub import BlockingSubscriber
@@ -187,3 +187,35 @@ def test_a_commit_that_nobody_hears_is_given_up(layout: RunLayout, monkeypatch: 
         assert broker.join(LIMIT_S)
         with pytest.raises(BrokerUnavailableError):
             uplink.commit(PolicyVersion())
+
+
+def test_the_event_of_the_first_step_is_heard(layout: RunLayout) -> None:
+    info = RunInfo(run="run", batch_sequences=16)
+    done = StepDone(
+        run="run",
+        incarnation=0,
+        step=1,
+        at=1.0,
+        reward=0.5,
+        loss=0.25,
+        tokens=8,
+        groups=4,
+        filtered=0,
+        staleness_max=0,
+        staleness_mean=0.0,
+        pull_s=0.5,
+        step_s=0.5,
+    )
+    with (
+        running_broker(config_of(steps=1), layout),
+        BlockingSubscriber(resolve_blocking(layout.root, LIMIT_S).events, [topics.STEP]) as listener,
+        connect(
+            layout.root, info, PolicyVersion(), TrainerConfig(batch_sequences=16, pull_wait_s=0.1)
+        ) as client,
+    ):
+        for _ in range(5):  # some time of a trainer, without a batch so far
+            assert client.pull(1, PolicyVersion()) is None
+        client.publish(topics.STEP, done)
+        heard = listener.poll(LIMIT_S)
+        assert heard is not None
+        assert codec.decode_event(heard[1]) == done
