@@ -24,7 +24,7 @@ ROOT: Final = Path(__file__).parents[4]
 PYTHON: Final = Path(os.environ.get("TRL_PYTHON", ROOT / ".venv-trl/bin/python"))
 """`make newest` sets another interpreter."""
 PLAYER: Final = Path(__file__).with_name("player.py")
-ENDED_WITHIN_S: Final = 240.0
+ENDED_WITHIN_S: Final = 500.0
 SIZE: Final = 4
 """Sequences of a group."""
 VOCABULARY: Final = 14

@@ -45,7 +45,7 @@ LEARNING: dict[str, Any] = {
     "entropy_coef": 0.02,
     "logging_steps": 50,
 }
-WITHIN_S = 400.0
+WITHIN_S = 550.0
 
 
 def beside(
