@@ -21,6 +21,8 @@ class Reply(msgspec.Struct, frozen=True):
     frames: tuple[Any, ...] = ()
     durable: bool = False
     """Send it only when the events it reports are as durable as the run demands."""
+    awaited: bool = False
+    """A trainer does nothing until it has the reply."""
 
 
 class Publish(msgspec.Struct, frozen=True):
@@ -87,9 +89,15 @@ class Outbox:
         """Events of an earlier life are being applied: its dead letters were written then."""
 
     def reply(
-        self, route: Route, message: replies.Reply, frames: tuple[Any, ...] = (), *, durable: bool = False
+        self,
+        route: Route,
+        message: replies.Reply,
+        frames: tuple[Any, ...] = (),
+        *,
+        durable: bool = False,
+        awaited: bool = False,
     ) -> None:
-        self._actions.append(Reply(route, message, frames, durable))
+        self._actions.append(Reply(route, message, frames, durable, awaited))
 
     def bury(self, group: StoredGroup, frames: tuple[Any, ...] | None, reason: str) -> None:
         self._actions.append(Bury(group, frames, reason))

@@ -92,6 +92,8 @@ class BrokerState:
         self.produced = Rate()
         """Sequences accepted for training."""
         self.trainer_waits_s: defaultdict[str, float] = defaultdict(float)
+        self.replies_wait_s = 0.0
+        """Seconds for which a reply to a trainer has waited for the journal by now."""
         self.producer_waits_s: defaultdict[str, float] = defaultdict(float)
         self.starved_s = 0.0
         """Seconds in which ranks could have trained and had no batch; each rank counts for its share."""

@@ -39,7 +39,7 @@ from rolloutmq.schemas.wire.control import (
 from rolloutmq.schemas.wire.envelope import Envelope, PolicyVersion
 from rolloutmq.schemas.wire.hardware import CordonGpu, UncordonGpu
 from rolloutmq.schemas.wire.joining import NetworkStatus
-from rolloutmq.schemas.wire.replies import Ok, Reply
+from rolloutmq.schemas.wire.replies import Ok, Reply, Wait
 from rolloutmq.schemas.wire.requests import (
     Commit,
     ConsumerBeat,
@@ -189,7 +189,9 @@ class BrokerCore:
             self._state.outbox.reply(route, *self._admin.latest(request))
         else:
             reply = self._handlers[type(request)](request, now, wall)
-            self._state.outbox.reply(route, reply, durable=type(request) not in _STATELESS)
+            durable = type(request) not in _STATELESS
+            awaited = isinstance(request, Settle | Commit) and self._state.consumers.trains(request.consumer)
+            self._state.outbox.reply(route, reply, durable=durable, awaited=awaited)
         return self._state.outbox.take()
 
     def _reset(self, request: Reset, wall: float) -> Ok:
@@ -303,6 +305,16 @@ class BrokerCore:
         if stalled != state.permits.stalled:
             state.permits.stalled = stalled
             state.permits.pace_all(now)
+
+    def replies_waited(self, seconds: float, since_s: float) -> None:
+        """Note that trainers wait until the journal has written what their replies report.
+
+        Args:
+            seconds: Seconds that were not noted yet, of all ranks together.
+            since_s: Seconds for which the first of these replies has waited by now; 0 if none waits.
+        """
+        self._state.trainer_waited(Wait.JOURNAL_SLOW, seconds)
+        self._state.replies_wait_s = since_s
 
     def networked(self, status: NetworkStatus) -> None:
         """Note what is known of other hosts."""

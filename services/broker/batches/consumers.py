@@ -58,6 +58,11 @@ class WaitingPull(msgspec.Struct, eq=False):
     counted_at: float
     wait: Wait = Wait.NO_BATCH
 
+    @property
+    def blocks(self) -> bool:
+        """Whether a trainer does nothing until it is answered: with a window, it works on the groups that it holds."""
+        return self.pull.split is Split.TRAIN and not self.pull.window
+
 
 class VainPoll(msgspec.Struct, eq=False):
     """A poll of a trainer that got no batch and does not wait.
@@ -96,6 +101,11 @@ class Consumers:
 
     def find(self, name: str) -> Consumer | None:
         return self._consumers.get(name)
+
+    def trains(self, name: str) -> bool:
+        """Return whether a consumer is known that has asked for groups to train on."""
+        consumer = self._consumers.get(name)
+        return consumer is not None and consumer.trains
 
     def heard(self, name: str, now: float) -> Consumer | None:
         """Note a sign of life and return the consumer, if it is known."""

@@ -347,7 +347,9 @@ class DataPlane:
         """Advance the journal, and send the replies that became durable."""
         if self._journal is None:
             return
-        self._journal.advance(time.monotonic(), urgent=self._deferred.urgent)
+        now = time.monotonic()
+        self._journal.advance(now, urgent=self._deferred.urgent)
+        self.core.replies_waited(*self._deferred.waited_s(now))
         for action in self._deferred.release(self._journal.done, self._journal.priority_done):
             self._do(action)
         if self._journal.wants_snapshot:
@@ -548,7 +550,7 @@ class DataPlane:
             else:
                 if self.core.disk_full and (last := self._deferred.last_durable_ack(action)) is not None:
                     self._do(last)
-                self._deferred.defer(journal, action)
+                self._deferred.defer(journal, action, time.monotonic())
 
     def _do(self, action: Action) -> None:
         match action:

@@ -27,11 +27,13 @@ ACKS_LIMIT: Final = 1 << 16
 """Sessions with a remembered last durable ack."""
 
 
-class _Entry(msgspec.Struct):
+class _Entry(msgspec.Struct, eq=False):
     ticket: int
     action: Action | None
     """The deferred action; None if a later one replaced it."""
     priority: bool
+    at: float = 0.0
+    """When it was deferred, if a trainer waits for it."""
 
 
 class DurableTickets(Protocol):
@@ -58,6 +60,9 @@ class DeferredReplies:
         self._deferred_acks: dict[int, int] = {}
         """Deferred acks of each session."""
         self._replies = 0
+        self._awaited: list[_Entry] = []
+        """Those that a trainer waits for."""
+        self._counted_at = 0.0
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._priority)
@@ -67,24 +72,27 @@ class DeferredReplies:
         """Whether a peer waits for a reply outside the priority lane; acks can be gathered."""
         return self._replies > 0
 
-    def defer(self, tickets: DurableTickets, action: Action) -> None:
-        """Keep an action until every event it may report is durable."""
+    def defer(self, tickets: DurableTickets, action: Action, now: float = 0.0) -> None:
+        """Keep an action until every event it may report is durable; `now` is monotonic seconds."""
         if tickets.priority_open and _is_lease_reply(action):
-            self.hold(tickets.priority_ticket, action, priority=True)
+            self.hold(tickets.priority_ticket, action, now, priority=True)
         else:
-            self.hold(tickets.ticket, action)
+            self.hold(tickets.ticket, action, now)
 
-    def hold(self, ticket: int, action: Action, *, priority: bool = False) -> None:
+    def hold(self, ticket: int, action: Action, now: float = 0.0, *, priority: bool = False) -> None:
         """Keep an action until the commit batches up to `ticket` are durable; tickets never fall.
 
         Args:
             ticket: Of all batches, or of those in the priority lane.
             action: A durable one.
+            now: Monotonic seconds.
             priority: It waits for the priority lane alone.
         """
         if self._enough_acks(action):
             return
-        entry = _Entry(ticket, action, priority)
+        entry = _Entry(ticket, action, priority, now)
+        if isinstance(action, Reply) and action.awaited:
+            self._awaited.append(entry)
         waiting = self._priority if priority else self._waiting
         waiting.append(entry)
         self._count(entry, 1)
@@ -115,6 +123,8 @@ class DeferredReplies:
         """Remove and return the first action."""
         entry = waiting.popleft()
         action = entry.action
+        if entry in self._awaited:
+            self._awaited.remove(entry)
         if isinstance(action, Publish) and isinstance(action.message, Ack):
             session = action.message.session
             self._deferred_acks[session] -= 1
@@ -133,6 +143,20 @@ class DeferredReplies:
                 if action is not None:
                     self.sent(action)
                     yield action
+
+    def waited_s(self, now: float) -> tuple[float, float]:
+        """Return the seconds that trainers have waited since the last call, and since when the first one waits.
+
+        Replies over one connection wait together. Call it before `release`, and now and then.
+        """
+        began: dict[bytes, float] = {}
+        for entry in self._awaited:
+            if isinstance(entry.action, Reply):  # it was not replaced
+                peer = entry.action.route[0]
+                began[peer] = min(began.get(peer, now), entry.at)
+        seconds = sum(now - max(at, self._counted_at) for at in began.values())
+        self._counted_at = now
+        return seconds, now - min(began.values(), default=now)
 
     def sent(self, action: Action) -> None:
         """Remember a sent ack."""

@@ -46,6 +46,8 @@ MISMATCH_S: Final = 3.0
 """How long a rank pulls a step that another, living rank has settled before it is refused."""
 STARVING: Final = frozenset({Wait.NO_BATCH, Wait.NO_EXACT_FIT, Wait.MIN_SHARE, Wait.TOO_FEW_GROUPS})
 """Waits that more groups would end."""
+LATE_S: Final = 0.25
+"""Wait of a reply for the journal that is told as the trainer's present one; each wait counts."""
 
 
 class ConsumerRequests:
@@ -432,7 +434,7 @@ class ConsumerRequests:
             over=lease.over,
             moments=lease.moments,
         )
-        self._state.outbox.reply(waiting.route, batch, contents.frames, durable=True)
+        self._state.outbox.reply(waiting.route, batch, contents.frames, durable=True, awaited=waiting.blocks)
         self._state.consumers.served(pull.consumer, now)
         for group in part.groups:
             group.body.spare()
@@ -633,7 +635,8 @@ class ConsumerRequests:
             self._hold(waiting, waiting.wait, now)
             if waiting.pull.split is Split.TRAIN:
                 reason = reason or waiting.wait.value
-        return reason
+        late = self._state.replies_wait_s >= LATE_S
+        return reason or (Wait.JOURNAL_SLOW.value if late else "")
 
     def reset(self) -> None:
         """End all waiting pulls; every consumer has to register again."""

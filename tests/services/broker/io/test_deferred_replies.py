@@ -111,3 +111,17 @@ def test_a_batch_that_is_asked_for_again_may_wait_for_more_than_before() -> None
     assert list(held.release(7, 7)) == []
     assert list(held.release(8, 7)) == [reply]
     assert not held.urgent
+
+
+def test_the_waits_of_trainers_are_counted_once_for_each() -> None:
+    held = DeferredReplies()
+    settled, batch = Settled(step=1), Batch(lease=1, generation=1, step=2, groups=(), tables=())
+    held.hold(1, Reply((b"a",), settled, awaited=True), 10.0)
+    held.hold(2, Reply((b"a",), batch, awaited=True), 11.0)
+    held.hold(2, Reply((b"b",), batch, awaited=True), 12.0)
+    held.hold(2, Reply((b"c",), Ok()), 10.0)  # nobody trains on this one
+    assert held.waited_s(13.0) == (3.0 + 1.0, 3.0)
+    assert len(list(held.release(1, 0))) == 1
+    assert held.waited_s(13.5) == (0.5 + 0.5, 2.5)
+    assert len(list(held.release(2, 0))) == 3
+    assert held.waited_s(20.0) == (0.0, 0.0)
