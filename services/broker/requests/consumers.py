@@ -411,7 +411,7 @@ class ConsumerRequests:
         pull = waiting.pull
         if (part.consumer, part.request_id) != (pull.consumer, pull.request_id):
             if not part.consumer and not lease.rewound:
-                self._state.hops.handed_out(part.groups, wall)
+                self._state.hops.handed_out(part.share, wall)
             part.handed_at = wall
             self._state.leases.hand_out(lease, pull.rank, pull.consumer, pull.request_id)
             self._state.events.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
@@ -474,7 +474,7 @@ class ConsumerRequests:
                 return refuse(ErrorCode.INVALID, mismatch(part, settle))
             part.settle = settle
             state.events.add(Settles(settle))
-            state.hops.settled(part.groups, wall - part.handed_at)
+            state.hops.settled(part.share, wall - part.handed_at)
             if lease.settled:
                 self._end(lease, now, wall)
         elif part.settle != settle:
@@ -525,8 +525,8 @@ class ConsumerRequests:
             return refuse(ErrorCode.INVALID, f"this broker serves run {self._state.run.name}")
         for batch in self._state.transitions.commit(request.group, request.version):
             if batch.settled_at:
-                groups = [group for group, _ in batch.members()]
-                self._state.hops.committed(groups, wall - batch.settled_at)
+                for share in batch.hop_shares():
+                    self._state.hops.committed(share, wall - batch.settled_at)
         return Ok()
 
     def release(self, request: Release, now: float, wall: float) -> Ok | ErrorReply:
