@@ -533,8 +533,9 @@ class ConsumerRequests:
         """Queue the lease of a consumer again. The consumer stopped by itself, so it is no failure of a group."""
         if (fenced := self._fenced(request)) is not None:
             return fenced
-        if self._state.consumers.heard(request.consumer, now) is None:
+        if (consumer := self._state.consumers.heard(request.consumer, now)) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
+        self._state.trainer_paused(consumer, request.waits_s, now)
         self._dismiss(request.consumer, now)
         self._state.consumers.forget_poll(request.consumer)
         if request.leaves:
@@ -564,9 +565,9 @@ class ConsumerRequests:
         """Note that a consumer lives, and whether it makes progress."""
         if (fenced := self._fenced(beat)) is not None:
             return fenced
-        consumer = self._state.consumers.heard(beat.consumer, now)
-        if consumer is None:
+        if (consumer := self._state.consumers.heard(beat.consumer, now)) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {beat.consumer} is not registered")
+        self._state.trainer_paused(consumer, beat.waits_s, now)
         if beat.progress > consumer.progress:
             consumer.progress = beat.progress
             self._state.leases.advanced(beat.consumer, now)
