@@ -12,7 +12,6 @@ from tests.services.broker.journal.handmade import TRAINER, Handmade, began, fli
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.launch.commands.records.latency_table import seconds
 from rolloutmq.launch.commands.records.profile import Profile, latencies, profile, profile_lines
-from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.statistics.histogram import HistogramBuilder
 from rolloutmq.schemas.wire.control import Pressure
@@ -329,11 +328,6 @@ def test_slots_that_the_record_lacks_are_told() -> None:
 
 def test_a_record_without_the_start_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recorded(run_dir)
-    metrics = RunLayout(run_dir).metrics
-    settled = [
-        line for line in metrics.read_bytes().splitlines(keepends=True) if b'"settled_busy_s":0.0' not in line
-    ]
-    metrics.write_bytes(b"".join(settled))
     assert profile(run_dir, as_json=False) == 0
     assert (
         "from the first recorded batch on; the record lacks the start of the run" in capsys.readouterr().out
