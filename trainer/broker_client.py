@@ -19,6 +19,7 @@ from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
+from rolloutmq.schemas.wire.requests import TrainerPause
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,9 @@ class BrokerClient(Protocol):
     def progress(self) -> None:
         """Report progress, so that a long step keeps its lease. Does not block."""
 
+    def waited(self, reason: TrainerPause, seconds: float) -> None:
+        """Count seconds in which the trainer asked for no batch. Does not block."""
+
     def publish(self, topic: bytes, message: Message) -> None:
         """Publish an event, which may be lost. Does not block."""
 
@@ -129,6 +133,10 @@ class BusBrokerClient:
     def progress(self) -> None:
         """See `BrokerClient.progress`."""
         self._consumer.progress()
+
+    def waited(self, reason: TrainerPause, seconds: float) -> None:
+        """See `BrokerClient.waited`."""
+        self._consumer.waited(reason, seconds)
 
     def publish(self, topic: bytes, message: Message) -> None:
         """See `BrokerClient.publish`."""

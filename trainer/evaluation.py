@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, Self
 
 import msgspec
 from msgspec.structs import replace
@@ -34,6 +34,7 @@ from rolloutmq.schemas.files import PostponedPoint, RunLayout
 from rolloutmq.schemas.lives import seconds_of
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.evaluation import EvaluationDone
+from rolloutmq.schemas.wire.requests import TrainerPause
 from rolloutmq.trainer.process import Stop, StoppedError
 from rolloutmq.trainer.ranks import Ranks
 
@@ -112,6 +113,43 @@ class Schedule:
             spent_s=self.spent_s,
             wall_s=wall_s,
         )
+
+
+class PointWait:
+    """What the trainer does while it waits for a point: call it again and again, inside of its block.
+
+    Args:
+        supply: Called each time.
+        waited: Gets the seconds of the wait so far, as it goes on; nothing if there was no wait.
+        clock: Monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        supply: Callable[[], object],
+        waited: Callable[[TrainerPause, float], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._supply, self._waited, self._clock = supply, waited, clock
+        self._counted_at: float | None = None
+
+    def __enter__(self) -> Self:
+        self._counted_at = None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._counted_at is not None:
+            self._count()
+
+    def __call__(self) -> None:
+        self._count()
+        self._supply()
+
+    def _count(self) -> None:
+        now = self._clock()
+        if self._counted_at is not None:
+            self._waited(TrainerPause.EVALUATION, now - self._counted_at)
+        self._counted_at = now
 
 
 class Evaluation:

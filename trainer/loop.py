@@ -56,7 +56,7 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.replies import RunInfo
 from rolloutmq.trainer import checkpoint
 from rolloutmq.trainer.broker_client import LAST_WORD_S, BrokerClient, StepBatch, connect
-from rolloutmq.trainer.evaluation import Evaluation
+from rolloutmq.trainer.evaluation import Evaluation, PointWait
 from rolloutmq.trainer.files.checkpoints import TrainerState
 from rolloutmq.trainer.losses.registry import columns_needed
 from rolloutmq.trainer.policy.adapters import Adapters
@@ -290,16 +290,17 @@ class Trainer:
         """
         if self._covered:
             self._commit(broker)
-        supply = partial(self._supply, EVALUATION_SUPPLY_S)
+        meanwhile = PointWait(partial(self._supply, EVALUATION_SUPPLY_S), broker.waited)
         with closing(self._evaluation):
             with suppress(StoppedError):
-                self._evaluation.before_first(self.version, stop, supply)
+                with meanwhile:
+                    self._evaluation.before_first(self.version, stop, meanwhile)
                 self._train(broker, stop)
             self._save(broker)
             # Also if this rank was asked to stop: all go the same way.
             if self.version.step >= self._config.steps:
-                with suppress(StoppedError):
-                    self._evaluation.after_last(self.version, stop, supply)
+                with suppress(StoppedError), meanwhile:
+                    self._evaluation.after_last(self.version, stop, meanwhile)
 
     def _train(self, broker: BrokerClient, stop: Stop) -> None:
         """Train until the last step, the end of a replay, or a stop."""

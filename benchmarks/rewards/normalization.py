@@ -32,6 +32,7 @@ from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected
+from rolloutmq.schemas.wire.requests import TrainerPause
 from rolloutmq.trainer.loop import train
 from rolloutmq.trainer.policy.model import Policy, build_policy
 from rolloutmq.trainer.process import Stop
@@ -166,6 +167,9 @@ class MixtureBroker:
 
     def progress(self) -> None:
         """Note nothing: no lease runs out."""
+
+    def waited(self, reason: TrainerPause, seconds: float) -> None:
+        """Count nothing: there is no evaluation."""
 
     def publish(self, topic: bytes, message: Message) -> None:
         """Publish nothing."""

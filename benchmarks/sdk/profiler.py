@@ -27,7 +27,7 @@ from benchmarks.sdk import lockstep
 from rolloutmq.schemas.config.run import TelemetryConfig
 from rolloutmq.schemas.wire.envelope import ColumnTable, GroupHeader, PolicyVersion, RewardSummary, Split
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
-from rolloutmq.services.broker.state.group_hops import GATHERED, GroupHops
+from rolloutmq.services.broker.state.group_hops import GATHERED, BatchShare, GroupHops
 
 GOAL: Final = 1.01
 """Most CPU of a group with latencies, relative to that without."""
@@ -142,9 +142,10 @@ def hops_us(groups: int = GROUPS, block: int = BLOCK_GROUPS) -> float:
         if len(hops.arrived) >= GATHERED:
             hops.gather()
     for part in blocks:
-        hops.handed_out(part, AT + 2.0)
-        hops.settled(part, 3.0)
-        hops.committed(part, 60.0)
+        share = BatchShare(part)
+        hops.handed_out(share, AT + 2.0)
+        hops.settled(share, 3.0)
+        hops.committed(share, 60.0)
     (sample,) = hops.samples(AT + 1.0)
     passed_s = time.process_time() - started
     assert {row.durations.count for row in sample.rows} == {groups}

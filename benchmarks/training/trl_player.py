@@ -157,6 +157,9 @@ class _Queue:
     def progress(self) -> None:
         """Do nothing."""
 
+    def waited(self, reason: Any, seconds: float) -> None:
+        """Count nothing."""
+
     def publish(self, topic: bytes, message: Any) -> None:  # noqa: ARG002
         """Record the event of a step, which is its last action."""
         self._norms.append(message.extra["grad_norm"])

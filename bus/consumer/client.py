@@ -38,7 +38,7 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo, Settled, Wait
-from rolloutmq.schemas.wire.requests import RegisterConsumer, Release, Settle
+from rolloutmq.schemas.wire.requests import RegisterConsumer, Release, Settle, TrainerPause
 
 logger = logging.getLogger(__name__)
 
@@ -194,6 +194,20 @@ class Consumer:
         too.
         """
         self._link.progress += 1
+
+    def waited(self, reason: TrainerPause, seconds: float) -> None:
+        """Count seconds in which this trainer asked for no batch, for `trainer_waits_s`, the report and the page.
+
+        Never waits; the next heartbeat tells them. The broker counts the waits of a pull by itself.
+
+        Raises:
+            UsageError: The reason is none, or the seconds are negative or not finite.
+        """
+        if not isinstance(reason, TrainerPause):
+            raise UsageError(f"reason: must be a TrainerPause (got {reason!r})")
+        if not (math.isfinite(seconds) and seconds >= 0):
+            raise UsageError(f"seconds: must be finite and at least 0 (got {seconds})")
+        self._link.waited(reason, float(seconds))
 
     def log(self, step: SupportsIndex, /, **figures: Figure) -> None:
         """Log figures of learning, such as `loss` or `kl`, for `top`, `metrics.jsonl` and the report. Never waits.
@@ -494,6 +508,10 @@ class BlockingConsumer(Facade[Consumer]):
     def progress(self) -> None:
         """See `Consumer.progress`. Never waits."""
         self._object.progress()
+
+    def waited(self, reason: TrainerPause, seconds: float) -> None:
+        """See `Consumer.waited`. Never waits."""
+        self._object.waited(reason, seconds)
 
     def log(self, step: SupportsIndex, /, **figures: Figure) -> None:
         """See `Consumer.log`. Never waits."""

@@ -44,6 +44,7 @@ from rolloutmq.schemas.wire.requests import (
     Release,
     Request,
     SettleGroups,
+    TrainerPause,
 )
 
 logger = logging.getLogger(__name__)
@@ -85,6 +86,7 @@ class ConsumerConnection:
         """Number of registrations with a new generation."""
         self.progress = 0
         """Counter that grows with each sign of progress."""
+        self._waits_s: dict[TrainerPause, float] = {}
         self.idle: Callable[[], bool] = lambda: False
         """Returns whether the leased batch waits to be pulled, so missing progress does not mean a hang."""
         self._where = where
@@ -167,6 +169,8 @@ class ConsumerConnection:
             raise WireError(f"broker: wrong type of reply to RegisterConsumer (got {type(reply).__name__})")
         self.register = msgspec.structs.replace(self.register, resume=None)
         self._key = os.urandom(8).hex()
+        if reply.epoch != self._epoch:
+            self._waits_s = {}  # another life of the broker has counted what was told before
         self.registered = reply
         self.life += reply.generation != known
         logger.info("registered consumer=%s life=%d epoch=%d", self.register.consumer, self.life, reply.epoch)
@@ -247,6 +251,10 @@ class ConsumerConnection:
             return msgspec.structs.replace(message, generation=self.registered.generation)
         return message
 
+    def waited(self, reason: TrainerPause, seconds: float) -> None:
+        """Count seconds in which the trainer asked for no batch; the next heartbeat tells them. Never waits."""
+        self._waits_s[reason] = self._waits_s.get(reason, 0.0) + seconds
+
     def _take_fencing(self, error: ConsumerFencedError, life: int) -> None:
         """Note that another process took over the name; a request of an earlier life of this consumer says nothing."""
         if life == self.life and self._fenced is None:
@@ -299,13 +307,15 @@ class ConsumerConnection:
 
     def _heartbeat(self) -> Request:
         self.progress += self.idle()
-        return self._stamped(ConsumerBeat(consumer=self.register.consumer, progress=self.progress))
+        name, waits_s = self.register.consumer, dict(self._waits_s)
+        return self._stamped(ConsumerBeat(consumer=name, progress=self.progress, waits_s=waits_s))
 
     async def close(self) -> None:
         """Release the leased batch and close the sockets. `beat` has ended before."""
         self._closed = True
         if self._sockets is not None and self._fenced is None:
-            release = self._stamped(Release(consumer=self.register.consumer, reason="closed", leaves=True))
+            name, waits_s = self.register.consumer, dict(self._waits_s)
+            release = self._stamped(Release(consumer=name, reason="closed", leaves=True, waits_s=waits_s))
             try:
                 await self._sockets.client.request(release, RELEASE_S, REPEAT_S)
             except RolloutMQError as error:

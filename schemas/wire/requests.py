@@ -5,6 +5,7 @@ Every request is repeatable: registering, syncing, pulling with the same `reques
 give the same reply and change nothing.
 """
 
+from enum import StrEnum
 from typing import Annotated
 
 from msgspec import Meta
@@ -232,6 +233,16 @@ class Commit(Message, tag="commit", frozen=True, kw_only=True):
     version: PolicyVersion
 
 
+class TrainerPause(StrEnum):
+    """Reason of a trainer to ask for no batch, other than training."""
+
+    EVALUATION = "evaluation"
+    """It takes no step until a point of the evaluation is complete."""
+
+
+Waits = dict[TrainerPause, Annotated[float, Meta(ge=0)]]
+
+
 class Release(Message, tag="release", frozen=True, kw_only=True):
     """Return the consumer's lease to the queue at once; sent by a consumer that stops. `generation` is as in `Pull`."""
 
@@ -240,6 +251,8 @@ class Release(Message, tag="release", frozen=True, kw_only=True):
     generation: Count = 0
     leaves: bool = False
     """The consumer ends: it does not count as a trainer any more."""
+    waits_s: Waits = {}
+    """As in `ConsumerBeat`."""
 
 
 class LogFigures(Message, tag="log_figures", frozen=True, kw_only=True):
@@ -260,6 +273,8 @@ class ConsumerBeat(Message, tag="consumer_beat", frozen=True, kw_only=True):
     consumer: Name
     progress: Count = 0
     generation: Count = 0
+    waits_s: Waits = {}
+    """Seconds in which it asked for no batch, by reason, since it registered with this life of the broker."""
 
 
 class GetInfo(Message, tag="get_info", frozen=True, kw_only=True):

@@ -1,6 +1,7 @@
 """The broker's state: the parts of the core, made once and shared by the request handlers."""
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 
 from rolloutmq.schemas.config.live_settings import split
 from rolloutmq.schemas.config.run import RunConfig
@@ -9,9 +10,10 @@ from rolloutmq.schemas.wire.control import JournalStatus, Setting
 from rolloutmq.schemas.wire.envelope import ErrorCode, Split
 from rolloutmq.schemas.wire.joining import NetworkStatus
 from rolloutmq.schemas.wire.replies import Durability, ErrorReply, Wait
+from rolloutmq.schemas.wire.requests import TrainerPause
 from rolloutmq.services.broker.actions import Outbox
 from rolloutmq.services.broker.batches.builder import BatchBuilder
-from rolloutmq.services.broker.batches.consumers import Consumers
+from rolloutmq.services.broker.batches.consumers import Consumer, Consumers
 from rolloutmq.services.broker.batches.drop import GroupDropper
 from rolloutmq.services.broker.batches.leases import Leases
 from rolloutmq.services.broker.batches.rewind import RewindBuffer
@@ -166,6 +168,12 @@ class BrokerState:
     def trainer_waited(self, wait: Wait, seconds: float) -> None:
         if wait is not Wait.NONE and seconds > 0:
             self.trainer_waits_s[wait.value] += seconds
+
+    def trainer_paused(self, consumer: Consumer, waits_s: Mapping[TrainerPause, float], now: float) -> None:
+        """Count what a trainer tells of its waits outside of pulls."""
+        for reason, seconds in consumer.growth(waits_s, now):
+            if seconds > 0:
+                self.trainer_waits_s[reason.value] += seconds
 
     def producer_waited(self, wait: Wait, seconds: float) -> None:
         if wait is not Wait.NONE and seconds > 0:

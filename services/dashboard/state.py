@@ -53,6 +53,11 @@ class Reading(NamedTuple):
     loaded: float = 1.0
     problem: str = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the end has been reached: before that no sum over the run is known."""
+        return self.loaded >= 1.0
+
 
 class Shown(NamedTuple):
     """All that a page shows at one moment.
@@ -152,7 +157,7 @@ def _run(shown: Shown, now: float) -> dict[str, Any]:
         "notice": board.notice,
         "read_only": not files.answers,
         "read_only_why": "" if files.answers else files.text,
-        "step": board.steps_done,
+        "step": board.steps_done if shown.reading.is_whole or board.pressure is not None else None,
         "total_steps": board.total_steps or None,
         "steps_per_s": round(board.steps_per_s(now), 3) if files.answers else None,
         "reward": board.reward(),
@@ -171,7 +176,7 @@ def _queue(shown: Shown, pressure: Pressure) -> dict[str, Any]:
         *("granted_bytes", "untrained_s"),
     )
     known = {name: getattr(pressure, name) for name in names}
-    known["starved_s"] = shown.record.waited(pressure).starved_s
+    known["starved_s"] = shown.record.waited(pressure).starved_s if shown.reading.is_whole else None
     return {**known, "low": board.low, "high": board.high, "staleness_bound": board.staleness_bound}
 
 
@@ -204,6 +209,8 @@ def _waits(shown: Shown) -> dict[str, Any]:
 
 def _spent(shown: Shown, pressure: Pressure) -> list[dict[str, Any]]:
     """Return the seconds of waiting by reason, over all lives of the broker, the longest first."""
+    if not shown.reading.is_whole:
+        return []
     waited = shown.record.waited(pressure)
     spent = [
         {"who": who, "reason": reason, "seconds": round(seconds, 1)}
@@ -214,7 +221,18 @@ def _spent(shown: Shown, pressure: Pressure) -> list[dict[str, Any]]:
 
 
 def _use(shown: Shown) -> dict[str, Any]:
-    """Return how the time was used: of the whole run, and from the first settled batch, as `profile` and `compare`."""
+    """Return how the time was used: of the whole run, and from the first settled batch, as `profile` and `compare`.
+
+    Nothing is told until the record has been read.
+    """
+    if not shown.reading.is_whole:
+        return {
+            "starved_of_run": None,
+            "starved": None,
+            "blocked": None,
+            "blocked_reason": "",
+            "blocked_by_env": {},
+        }
     usage, pressure = shown.record.use(), shown.board.pressure
     starved_s = usage.run_starved_s if pressure is None else shown.record.waited(pressure).starved_s
     of_run = None if usage.is_unrecorded and pressure is None else part_of_run(starved_s, shown.files.ran_s)

@@ -7,9 +7,11 @@ their hop without names, so the sums of a hop stay exact. Not safe for threads.
 
 from collections.abc import Callable, Iterable, Sequence
 from math import isfinite
+from struct import pack
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rolloutmq.schemas.statistics.histogram import LONGEST_S, HistogramBuilder
 from rolloutmq.schemas.wire.envelope import Split
@@ -97,11 +99,11 @@ class RowRecorder:
     def _fold(self) -> None:
         """Move the durations that wait into the histogram."""
         if self._durations_s:
-            self._builder.add(np.array(self._durations_s))
+            self._builder.add(_array(self._durations_s))
             self._durations_s = []
         if self._repeated:
             seconds, times = zip(*self._repeated, strict=True)
-            self._builder.add(np.array(seconds), times)
+            self._builder.add(_array(seconds), _array(times))
             self._repeated = []
 
     def row(self, key: LatencyKey) -> LatencyRow:
@@ -204,6 +206,11 @@ class LatencyRecorder:
             )
             since_s, dropped = 0.0, 0
         return found
+
+
+def _array(values: Sequence[float]) -> NDArray[np.float64]:
+    """Return values as an array: for a list of floats, `struct` takes a third of the time of numpy."""
+    return np.frombuffer(pack(f"{len(values)}d", *values))
 
 
 def _parts(rows: Iterable[LatencyRow]) -> Iterable[tuple[LatencyRow, ...]]:

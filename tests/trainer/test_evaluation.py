@@ -21,8 +21,9 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.requests import TrainerPause
 from rolloutmq.services.broker.server import running_broker
-from rolloutmq.trainer.evaluation import Evaluation, Schedule
+from rolloutmq.trainer.evaluation import Evaluation, PointWait, Schedule
 from rolloutmq.trainer.process import Stop, StoppedError
 from rolloutmq.trainer.ranks import Ranks
 
@@ -295,3 +296,23 @@ def test_a_rank_that_does_not_lead_waits_and_asks_nothing(run_dir: Path) -> None
     follower.close()
     assert ranks.told == [0, 0, 0], "whether it is due, and two waits"
     assert points(run_dir) == []
+
+
+def test_the_wait_for_a_point_is_counted_as_it_goes_on() -> None:
+    now, told, supplied = 10.0, [0.0], []
+
+    def waited(reason: TrainerPause, seconds: float) -> None:
+        assert reason is TrainerPause.EVALUATION
+        told[0] += seconds
+
+    wait = PointWait(lambda: supplied.append(now), waited, lambda: now)
+    with wait:
+        now += 5.0  # no point is due, and nobody waits
+    assert told == [0.0]
+    with wait:
+        for _ in range(3):
+            wait()
+            now += 0.5
+        assert told == [1.0]
+    assert told == [1.5]
+    assert len(supplied) == 3

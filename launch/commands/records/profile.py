@@ -177,7 +177,7 @@ def profile_json(found: Profile) -> dict[str, Any]:
         "advice": [one._asdict() for one in found.advice],
         "is_unrecorded": usage.is_unrecorded,
         "has_settled": usage.has_settled,
-        "start_s": usage.start_s,
+        "start_s": None if _lacks_start(usage) else usage.start_s,
         "trainer_s": usage.trainer_s,
         "starved_s": usage.starved_s,
         "starved": usage.starved if usage.trainer_s else None,
@@ -245,7 +245,14 @@ def _time(usage: Usage) -> str:
         return "not recorded"
     if not usage.has_settled:
         return f"{seconds(usage.start_s)} without a settled batch"
+    if _lacks_start(usage):
+        return f"{seconds(usage.trainer_s)} from the first recorded batch on; the record lacks the start of the run"
     return f"{seconds(usage.start_s)} to the first settled batch, then {seconds(usage.trainer_s)}"
+
+
+def _lacks_start(usage: Usage) -> bool:
+    """Return whether batches were settled before the record began: telemetry came later, or its file was cut."""
+    return usage.has_settled and not usage.start_s
 
 
 def _unread(found: Profile) -> Iterator[str]:

@@ -1,14 +1,14 @@
 """Consumers: registrations, liveness, and the pulls that wait for a batch."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import msgspec
 
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Wait
-from rolloutmq.schemas.wire.requests import Pull, RegisterConsumer
+from rolloutmq.schemas.wire.requests import Pull, RegisterConsumer, TrainerPause
 from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.state.groups import Stream
 
@@ -46,6 +46,19 @@ class Consumer(msgspec.Struct, eq=False):
     """When it last got a batch."""
     has_left: bool = False
     """It has ended in order."""
+    waits_s: dict[TrainerPause, float] = {}
+    """Its waits outside of pulls, as it told them last."""
+    waits_at: float = 0.0
+    """When it told them last, or else when it registered."""
+
+    def growth(
+        self, waits_s: Mapping[TrainerPause, float], now: float
+    ) -> Iterator[tuple[TrainerPause, float]]:
+        """Take its waits, and yield how many seconds are new; no more than have passed since it told them last."""
+        for reason, seconds in waits_s.items():
+            known = self.waits_s.get(reason, 0.0)
+            yield reason, min(seconds - known if seconds >= known else seconds, now - self.waits_at)
+        self.waits_s, self.waits_at = dict(waits_s), now
 
 
 class WaitingPull(msgspec.Struct, eq=False):
@@ -141,6 +154,7 @@ class Consumers:
     def register(self, consumer: Consumer) -> None:
         """Add a registration of a consumer."""
         self._remember(consumer.name)
+        consumer.waits_at = consumer.heard_at
         self._consumers[consumer.name] = consumer
 
     def _remember(self, name: str) -> None:

@@ -23,6 +23,7 @@ from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import Pull, Settle
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.group_hops import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
 
 REMEMBERED: Final = 64
@@ -47,6 +48,14 @@ class RankShard(msgspec.Struct, eq=False):
     request_id: str = ""
     settle: Settle | None = None
     handed_at: float = math.nan
+    _share: BatchShare | None = None
+
+    @property
+    def share(self) -> BatchShare:
+        """Its groups, for their hops."""
+        if self._share is None or self._share.groups is not self.groups:
+            self._share = BatchShare(self.groups)
+        return self._share
 
 
 class Lease(msgspec.Struct, eq=False, kw_only=True):

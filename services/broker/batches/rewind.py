@@ -9,7 +9,7 @@ batches are forgotten.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -18,6 +18,7 @@ from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.group_hops import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
 
 FORGET_PARTS: Final = 2
@@ -32,6 +33,7 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
         states: The state of each group of `shards`, in their order.
         moments: Moments that the batch brought; see `Lease`.
         settled_at: When it was settled, wall-clock seconds; 0 if that was in an earlier life of the broker.
+        shares: The groups of `shards` as they were handed out, for their hops; empty if some of those were rejected.
     """
 
     version: PolicyVersion
@@ -42,6 +44,11 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
     short: bool = False
     moments: dict[str, Moments] = {}
     settled_at: float = 0.0
+    shares: tuple[BatchShare, ...] = ()
+
+    def hop_shares(self) -> Sequence[BatchShare]:
+        """Return its groups, for their hops."""
+        return self.shares or [BatchShare(groups) for groups in self.shards]
 
     def members(self) -> Iterator[tuple[StoredGroup, GroupState]]:
         for groups, states in zip(self.shards, self.states, strict=True):

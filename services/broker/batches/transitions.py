@@ -220,6 +220,8 @@ class GroupTransitions:
         consumer_group = lease.stream[0]
         batch = self.apply_settle(lease, wall)
         batch.settled_at = wall
+        if [*map(len, batch.shards)] == [len(part.groups) for part in lease.parts]:  # none was rejected
+            batch.shares = tuple(part.share for part in lease.parts)
         if lease.split is Split.TRAIN:
             self.consumed.add(sum(group.header.sequences for group, _ in batch.members()), now)
         surplus = self._rewind_buffer.surplus(consumer_group, self._retain_bytes)

@@ -413,7 +413,7 @@ class ConsumerRequests:
         pull = waiting.pull
         if (part.consumer, part.request_id) != (pull.consumer, pull.request_id):
             if not part.consumer and not lease.rewound:
-                self._state.hops.handed_out(part.groups, wall)
+                self._state.hops.handed_out(part.share, wall)
             part.handed_at = wall
             self._state.leases.hand_out(lease, pull.rank, pull.consumer, pull.request_id)
             self._state.events.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
@@ -476,7 +476,7 @@ class ConsumerRequests:
                 return refuse(ErrorCode.INVALID, mismatch(part, settle))
             part.settle = settle
             state.events.add(Settles(settle))
-            state.hops.settled(part.groups, wall - part.handed_at)
+            state.hops.settled(part.share, wall - part.handed_at)
             if lease.settled:
                 self._end(lease, now, wall)
         elif part.settle != settle:
@@ -527,16 +527,17 @@ class ConsumerRequests:
             return refuse(ErrorCode.INVALID, f"this broker serves run {self._state.run.name}")
         for batch in self._state.transitions.commit(request.group, request.version):
             if batch.settled_at:
-                groups = [group for group, _ in batch.members()]
-                self._state.hops.committed(groups, wall - batch.settled_at)
+                for share in batch.hop_shares():
+                    self._state.hops.committed(share, wall - batch.settled_at)
         return Ok()
 
     def release(self, request: Release, now: float, wall: float) -> Ok | ErrorReply:
         """Queue the lease of a consumer again. The consumer stopped by itself, so it is no failure of a group."""
         if (fenced := self._fenced(request)) is not None:
             return fenced
-        if self._state.consumers.heard(request.consumer, now) is None:
+        if (consumer := self._state.consumers.heard(request.consumer, now)) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
+        self._state.trainer_paused(consumer, request.waits_s, now)
         self._dismiss(request.consumer, now)
         self._state.consumers.forget_poll(request.consumer)
         if request.leaves:
@@ -566,9 +567,9 @@ class ConsumerRequests:
         """Note that a consumer lives, and whether it makes progress."""
         if (fenced := self._fenced(beat)) is not None:
             return fenced
-        consumer = self._state.consumers.heard(beat.consumer, now)
-        if consumer is None:
+        if (consumer := self._state.consumers.heard(beat.consumer, now)) is None:
             return refuse(ErrorCode.UNKNOWN, f"consumer {beat.consumer} is not registered")
+        self._state.trainer_paused(consumer, beat.waits_s, now)
         if beat.progress > consumer.progress:
             consumer.progress = beat.progress
             self._state.leases.advanced(beat.consumer, now)

@@ -18,6 +18,7 @@ from rolloutmq.services.broker.flow.sessions import TABLES_LIMIT, ProducerSessio
 from rolloutmq.services.broker.journal.format.events import Declared, Opened, Produced, Skipped, Told
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
 from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT, Vacancies
+from rolloutmq.services.broker.state.group_hops import GATHERED
 from rolloutmq.services.broker.state.groups import identity
 from rolloutmq.services.broker.state.queues import Lane
 
@@ -201,6 +202,8 @@ class ProducerRequests:
             else:
                 self._state.rejected[refusal] += 1
             start = end
+        if len(self._state.hops.arrived) >= GATHERED:
+            self._state.hops.gather()
         if self._state.credits.waits(session):
             session.touch_later(now)
         else:

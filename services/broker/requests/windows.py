@@ -22,6 +22,7 @@ from rolloutmq.services.broker.batches.leases import Lease
 from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.journal.format.events import Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.group_hops import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
 
 End = Callable[[Lease, float, float], None]
@@ -146,7 +147,7 @@ class WindowRequests:
         for one in found:
             handed.setdefault(one.handed_at, []).append(one.group)
         for handed_at, groups in handed.items():
-            self._state.hops.settled(groups, wall - handed_at)
+            self._state.hops.settled(BatchShare(groups), wall - handed_at)
 
     def _held(self, consumer: str) -> dict[str, "_Held"]:
         """Return the groups of a consumer's window by id.

@@ -6,8 +6,11 @@
     commit          as a checkpoint covers it
 
 They are those of the journal (`journal.inspect.hops`), at every durability; hops that began in an earlier life of the
-broker are left out, except `queue` of a group that was not yet handed out. Durations are gathered group by group and
-become histograms in blocks. All times are wall-clock seconds.
+broker are left out, except `queue` of a group that was not yet handed out. All times are wall-clock seconds.
+
+Groups are counted in blocks, soon after they came or were handed out: the processor has them in its cache still, and
+to read them from memory again costs more than to count them. What does not change on the way of a batch, its
+environments and its tokens, is added up once for all of its hops (`BatchShare`).
 
 A worker on another host has another clock. It measures the offset to the broker's clock with its heartbeats, and `send`
 is corrected by it; the row carries the bound of the error.
@@ -28,8 +31,10 @@ from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencySample
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder, RowRecorder
 
-GATHERED: Final = 256
-"""New groups that are counted together: many enough, and still in the cache of the processor."""
+GATHERED: Final = 128
+"""New groups that are counted together: many enough, and with their frames in the processor's second-level cache."""
+DELIVERED: Final = 4 * GATHERED
+"""Most groups that were handed out and wait for `gather`, before those of the last batch."""
 CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
 """Most producers on other hosts: two of each worker."""
 
@@ -41,6 +46,41 @@ class Clock(msgspec.Struct, frozen=True):
 
     offset_s: float
     error_s: float
+
+
+class LaneTotals(msgspec.Struct, frozen=True):
+    """Groups of one environment in a share of a batch.
+
+    Attributes:
+        groups: Their number.
+        tokens: Their tokens together.
+        first: One of them, for its names.
+    """
+
+    groups: int
+    tokens: int
+    first: StoredGroup
+
+
+class BatchShare:
+    """Groups that are handed out and settled together, with what all of their hops need; added up on first use.
+
+    Args:
+        groups: Groups of one split; the list is not changed any more.
+    """
+
+    __slots__ = ("_lanes", "groups")
+
+    def __init__(self, groups: Sequence[StoredGroup]) -> None:
+        self.groups = groups
+        self._lanes: Sequence[LaneTotals] | None = None
+
+    @property
+    def lanes(self) -> Sequence[LaneTotals]:
+        """The groups by environment."""
+        if self._lanes is None:
+            self._lanes = [*_totals(self.groups)]
+        return self._lanes
 
 
 class GroupHops:
@@ -58,8 +98,8 @@ class GroupHops:
         self._has_begun = False
         self.arrived: list[StoredGroup] = []
         """New groups, appended as they are accepted; `gather` counts them."""
-        self._delivered: list[tuple[Sequence[StoredGroup], float]] = []
-        """Groups that were handed out for the first time, and when; `gather` counts them, behind the reply."""
+        self._delivered: list[tuple[BatchShare, list[float]]] = []
+        """Groups that were handed out for the first time, and their waits; `gather` counts them, behind the reply."""
         self._delivered_groups = 0
         self._rows: dict[tuple[Hop, str, Split], RowRecorder] = {}
         self._clocks: dict[str, Clock] = {}
@@ -109,29 +149,36 @@ class GroupHops:
             sent_s = [one.accepted_wall - (one.header.finished_at or nan) for one in groups]
             self._row(Hop.SEND, groups[0]).extend(sent_s, tokens, groups)
 
-    def handed_out(self, groups: Sequence[StoredGroup], wall: float) -> None:
+    def handed_out(self, share: BatchShare, wall: float) -> None:
         """Note the groups that are handed out; one that was delivered before does not count."""
-        if self._enabled:
-            self._delivered.append(([group for group in groups if group.deliveries == 1], wall))
-            self._delivered_groups += len(groups)
+        if not self._enabled:
+            return
+        if self._delivered_groups >= DELIVERED:
+            self._gather_delivered()
+        groups = share.groups
+        waited_s = [wall - group.accepted_wall for group in groups if group.deliveries == 1]
+        if len(waited_s) < len(groups):
+            share = BatchShare([group for group in groups if group.deliveries == 1])
+        self._delivered.append((share, waited_s))
+        self._delivered_groups += len(waited_s)
 
     def _gather_delivered(self) -> None:
         delivered, self._delivered, self._delivered_groups = self._delivered, [], 0
-        for groups, wall in delivered:
-            waited_s = [wall - group.accepted_wall for group in groups]
-            if _is_one_env(groups):
-                self._row(Hop.QUEUE, groups[0]).extend(waited_s, _tokens(groups), groups)
+        for share, waited_s in delivered:
+            groups, lanes = share.groups, share.lanes
+            if len(lanes) == 1:
+                self._row(Hop.QUEUE, groups[0]).extend(waited_s, lanes[0].tokens, groups)
                 continue
             for group, seconds in zip(groups, waited_s, strict=True):
                 self._row(Hop.QUEUE, group).add(seconds, group.header.tokens, group)
 
-    def settled(self, groups: Sequence[StoredGroup], seconds: float) -> None:
+    def settled(self, share: BatchShare, seconds: float) -> None:
         """Count the time with the trainer of groups that were handed out together; NaN if it is not known."""
-        self._repeat(Hop.TRAIN, groups, seconds)
+        self._repeat(Hop.TRAIN, share, seconds)
 
-    def committed(self, groups: Sequence[StoredGroup], seconds: float) -> None:
+    def committed(self, share: BatchShare, seconds: float) -> None:
         """Count the time from the settlement of a batch to the checkpoint that covers it."""
-        self._repeat(Hop.COMMIT, groups, seconds)
+        self._repeat(Hop.COMMIT, share, seconds)
 
     def samples(self, wall: float) -> list[LatencySample]:
         """Return what was measured since the last call. The first one begins, and returns nothing."""
@@ -157,15 +204,11 @@ class GroupHops:
             row.clock_error_s = max(row.clock_error_s, clock.error_s)
         return others
 
-    def _repeat(self, hop: Hop, groups: Sequence[StoredGroup], seconds: float) -> None:
+    def _repeat(self, hop: Hop, share: BatchShare, seconds: float) -> None:
         """Count groups of one duration."""
-        if not self._enabled or isnan(seconds) or not groups:
-            return
-        if _is_one_env(groups):
-            self._row(hop, groups[0]).repeat(seconds, len(groups), _tokens(groups), groups[0])
-            return
-        for group in groups:
-            self._row(hop, group).add(seconds, group.header.tokens, group)
+        if self._enabled and not isnan(seconds):
+            for lane in share.lanes:
+                self._row(hop, lane.first).repeat(seconds, lane.groups, lane.tokens, lane.first)
 
     def _row(self, hop: Hop, group: StoredGroup) -> RowRecorder:
         """Return the row of a group, kept until the next sample: to make a key takes a microsecond."""
@@ -173,6 +216,18 @@ class GroupHops:
         if (row := self._rows.get(name)) is None:
             row = self._rows[name] = self._recorder.row(LatencyKey(*name))
         return row
+
+
+def _totals(groups: Sequence[StoredGroup]) -> Iterable[LaneTotals]:
+    """Yield the totals of each environment."""
+    if _is_one_env(groups):
+        yield LaneTotals(len(groups), _tokens(groups), groups[0])
+        return
+    lanes: defaultdict[str, list[StoredGroup]] = defaultdict(list)
+    for group in groups:
+        lanes[group.env].append(group)
+    for members in lanes.values():
+        yield LaneTotals(len(members), _tokens(members), members[0])
 
 
 def _tokens(groups: Sequence[StoredGroup]) -> int:

@@ -21,11 +21,10 @@ from rolloutmq.schemas.wire.control import Pressure, StatusReply
 from rolloutmq.schemas.wire.telemetry import Event
 from rolloutmq.services.monitor.live.run_state import GroupEnd, RunState
 from rolloutmq.services.monitor.report.history import decoded, ran_s
+from rolloutmq.services.monitor.status.lately import blocks_before
 
 END_BYTES: Final = 2 << 20
 """End of the metrics that is read."""
-SEARCHED_BYTES: Final = 64 << 20
-"""Metrics before it that are searched for what lasts."""
 STEPS: Final = 10
 """Steps that the views take a mean of; with as many, and a point of the evaluation, the search ends."""
 GROUPS_BYTES: Final = 128 << 10
@@ -77,7 +76,7 @@ def _read(path: Path) -> Iterator[bytes]:
     found = [one[1] for one in _LASTS.finditer(end)]
     steps, points = sum(found.count(kind) for kind in _STEPS), found.count(_EVALUATION)
     before: list[bytes] = []
-    for block in _blocks_before(path, len(end)):
+    for block in blocks_before(path, len(end)):
         if steps >= STEPS and points:
             break
         lasting: list[bytes] = []
@@ -88,25 +87,6 @@ def _read(path: Path) -> Iterator[bytes]:
         before = lasting + before
     yield from before
     yield from end.splitlines()
-
-
-def _blocks_before(path: Path, known: int) -> Iterator[bytes]:
-    """Yield blocks of whole lines from the `known` end of a file backwards, up to the limit."""
-    try:
-        with open_regular(path) as file:
-            stop = max(0, file.seek(0, os.SEEK_END) - known)
-            least = max(0, stop - SEARCHED_BYTES)
-            while stop > least:
-                start = max(least, stop - END_BYTES)
-                file.seek(start)
-                block = file.read(stop - start)
-                cut = block.find(b"\n") + 1 if start else 0
-                if start and cut in {0, len(block)}:  # a line longer than a block
-                    return
-                yield block[cut:]
-                stop = start + cut
-    except OSError:
-        return
 
 
 def _events(lines: Iterator[bytes], wall: float) -> Iterator[tuple[float, Event]]:

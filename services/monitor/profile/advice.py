@@ -8,12 +8,15 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.schemas.wire.requests import TrainerPause
 from rolloutmq.services.monitor.profile.usage import Usage
 
 NOTICED: Final = 0.1
 """Part of the time from which a wait is worth a change."""
 SPARE: Final = 0.5
 """Part of a worker from which one less is nearer to the share that is too much than none."""
+LINES: Final = 3
+"""Most lines."""
 FULL: Final = 0.9
 """Part of the time from which an inference server is busy all the time: it waits a little between two requests."""
 
@@ -34,9 +37,8 @@ class Advice(NamedTuple):
 
 def advice(usage: Usage) -> list[Advice]:
     """Return at most three lines, the largest share first; a run without a noticeable wait has one that says so."""
-    found = sorted(
-        filter(None, (_trainer(usage), _slots(usage), _queue(usage), _inference(usage))), reverse=True
-    )
+    noticed = _trainer(usage), _slots(usage), _queue(usage), _inference(usage), _evaluation(usage)
+    found = sorted(filter(None, noticed), reverse=True)[:LINES]
     if found:
         return found
     if usage.is_unrecorded:
@@ -113,6 +115,15 @@ def _inference(usage: Usage) -> Advice | None:
     names = ", ".join(sorted(usage.inference_bound))
     where = f"inference servers are full, and hold back the workers of {names}"
     return Advice(usage.busy or 0.0, where, MORE_INFERENCE)
+
+
+def _evaluation(usage: Usage) -> Advice | None:
+    seconds = usage.trainer_waits_s.get(TrainerPause.EVALUATION, 0.0)
+    share = min(1.0, seconds / usage.trainer_s) if usage.trainer_s else 0.0
+    if share < NOTICED:
+        return None
+    where = f"the trainer waits {share:.0%} of its time for the evaluation at an end of the run"
+    return Advice(share, where, "a smaller evaluation: lower `evaluation.tasks` or `evaluation.samples`")
 
 
 def _main(waits_s: Mapping[str, float]) -> str:

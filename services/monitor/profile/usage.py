@@ -15,6 +15,7 @@ import msgspec
 from rolloutmq.schemas.wire.control import WorkerState
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
+from rolloutmq.schemas.wire.requests import TrainerPause
 
 GAP_S: Final = 10.0
 """Longest time between two events that counts; beyond it nothing was recorded, for example between two lives."""
@@ -25,8 +26,8 @@ KINDS: Final = frozenset({"pressure", "engine_sample", "scale_decision"})
 """Events that tell of use."""
 ROUNDING_S: Final = 1e-6
 """Difference of two counters that is none."""
-AT_WORK: Final = frozenset({Wait.UNSETTLED})
-"""Waits of a trainer whose hands are full: it works on the groups that it has, and lacks none."""
+AT_WORK: Final = frozenset({Wait.UNSETTLED.value, TrainerPause.EVALUATION.value})
+"""Waits of a trainer that lacks no batch: it works on the groups that it has, or evaluates."""
 
 
 class WorkerLine(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, zip_longest
+from itertools import chain, pairwise, zip_longest
 from math import inf
 from typing import Any, Final
 
@@ -242,7 +242,8 @@ def summarise(
           delivered.
         - workers_min, workers_max: fewest and most workers ready at once; in each life from the first time that
           `min_workers` were to its last step.
-        - steps_per_s: steps over the time from the first to the last of them, without the time between lives.
+        - steps_per_s: steps over the time from the first to the last of them, without the time between lives. A step
+          in which the clock was set back counts for nothing.
         - tokens: tokens of the recorded steps of the final policy; too few if an event was dropped.
         - learning: each figure of learning that the trainer told, such as `loss`: its mean over the `first` and the
           `last` quarter of the settled steps with it, at most 50 of them.
@@ -302,10 +303,20 @@ def _ready(seen: Metrics, log: TrainerLog, lives: Sequence[Life], fewest: int) -
     return counts or seen.ready.numbers(fewest)
 
 
+def _span(moments: Sequence[float], lives: Sequence[Life]) -> tuple[float, int]:
+    """Return the seconds from the first moment to the last one, and how often the clock was set back meanwhile.
+
+    Such a step back hides how long it took: it counts for nothing. The time between two lives does not count.
+    """
+    gaps = [later - earlier for earlier, later in pairwise(moments)]
+    passed_s = sum(gap for gap in gaps if gap > 0)
+    paused = paused_s(lives, min(moments), max(moments)) if moments else 0.0
+    return passed_s - paused, sum(gap < 0 for gap in gaps)
+
+
 def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None, lives: Sequence[Life]) -> dict[str, Any]:
     rewards = [reward for _, reward in log.step_points()]
-    first_at, last_at = (log.batches[0].at, log.batches[-1].at) if log.batches else (0.0, 0.0)
-    span_s = last_at - first_at - paused_s(lives, first_at, last_at)
+    span_s, set_back = _span([batch.at for batch in log.batches], lives)
     steps = max((batch.version.step for batch in log.batches), default=0)
     return {
         **_course(rewards),
@@ -313,7 +324,7 @@ def _progress(log: TrainerLog, seen: Metrics, wall_s: float | None, lives: Seque
         "wall_s": round(seen.span_s if wall_s is None else wall_s, 3),
         "lives": len(lives),
         "downtime_s": round(sum(begin - end for end, begin in pauses(lives)), 3),
-        "steps_per_s": round((len(rewards) - 1) / span_s, 3) if span_s > 0 and rewards else None,
+        "steps_per_s": round((len(rewards) - 1 - set_back) / span_s, 3) if span_s > 0 and rewards else None,
         "trainer_resumes": len(log.resumed_at),
         "batches": len(log.batches),
         "batches_without_signal": sum(1 for batch in log.batches if not batch.trained),

@@ -1,11 +1,14 @@
 """What training showed last: step, figures of learning, and findings that last.
 
 It is at the end of `metrics.jsonl`, among many lines of other kinds. The end is searched backwards for the kinds that
-are shown, and only those lines are decoded: `status` may be called every second.
+are shown, and only those lines are decoded: `status` may be called every second. With a hundred environments a line of
+the broker's state has some 50 kB: where steps take minutes, the last ones are far before the end. The search goes on to
+them in blocks, up to a limit.
 """
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -20,6 +23,11 @@ from rolloutmq.services.monitor.text import figures
 
 END_BYTES: Final = 8 << 20
 """End of the metrics that is searched: a lasting finding is told again and again."""
+BLOCK_BYTES: Final = 2 << 20
+SEARCHED_BYTES: Final = 64 << 20
+"""Metrics before the end that are searched for the last steps."""
+STEPS: Final = 10
+"""Events of training that are enough before the end."""
 RECENT: Final = 64
 """Last events of training whose figures are shown: a trainer may log some of them less often than others."""
 FINDINGS: Final = (b'"kind":"health_finding"',)
@@ -45,7 +53,7 @@ class Lately(NamedTuple):
 def read_lately(layout: RunLayout) -> Lately:
     """Read what training showed last from the end of the metrics. Blocks on the disk."""
     end = _end(layout.metrics)
-    step, told = _told(end)
+    step, told = _told(chain([end], blocks_before(layout.metrics, len(end))))
     shown: dict[str, float] = {}
     not_finite: tuple[str, ...] = ()
     for event in told:
@@ -57,18 +65,23 @@ def read_lately(layout: RunLayout) -> Lately:
     return Lately(step, shown, not_finite, _lasting(end))
 
 
-def _told(end: bytes) -> tuple[StepDone | BatchSettled | None, Sequence[StepDone | StepFigures]]:
-    """Return the last step, and the last events with figures in their order."""
+def _told(blocks: Iterable[bytes]) -> tuple[StepDone | BatchSettled | None, Sequence[StepDone | StepFigures]]:
+    """Return the last step, and the last events with figures in their order. The last block comes first."""
     step: StepDone | BatchSettled | None = None
     told: list[StepDone | StepFigures] = []
-    for number, event in enumerate(_newest_first(end, TRAINING)):
-        if isinstance(event, StepDone | StepFigures) and number < RECENT:
-            told.append(event)
-        if step is None and (
-            isinstance(event, StepDone) or (isinstance(event, BatchSettled) and event.stepped)
-        ):
-            step = event
-        if step is not None and number + 1 >= RECENT:
+    number = 0
+    for block in blocks:
+        for event in _newest_first(block, TRAINING):
+            number += 1
+            if isinstance(event, StepDone | StepFigures) and number <= RECENT:
+                told.append(event)
+            if step is None and (
+                isinstance(event, StepDone) or (isinstance(event, BatchSettled) and event.stepped)
+            ):
+                step = event
+            if step is not None and number >= RECENT:
+                return step, told[::-1]
+        if step is not None and number >= STEPS:
             break
     return step, told[::-1]
 
@@ -96,6 +109,25 @@ def _end(path: Path) -> bytes:
         else:
             record.seek(0)
         return record.read(END_BYTES)
+
+
+def blocks_before(path: Path, known: int) -> Iterator[bytes]:
+    """Yield blocks of whole lines from the `known` end of a file backwards, up to the limit."""
+    try:
+        with open_regular(path) as file:
+            stop = max(0, file.seek(0, os.SEEK_END) - known)
+            least = max(0, stop - SEARCHED_BYTES)
+            while stop > least:
+                start = max(least, stop - BLOCK_BYTES)
+                file.seek(start)
+                block = file.read(stop - start)
+                cut = block.find(b"\n") + 1 if start else 0
+                if start and cut in {0, len(block)}:  # a line longer than a block
+                    return
+                yield block[cut:]
+                stop = start + cut
+    except OSError:
+        return
 
 
 def _newest_first(end: bytes, kinds: Sequence[bytes]) -> Iterator[Recalled]:

@@ -9,7 +9,7 @@ from benchmarks.broker import environments
 from benchmarks.harness.workload import Shape
 from benchmarks.sdk import lockstep, profiler
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.services.broker.state.group_hops import GroupHops
+from rolloutmq.services.broker.state.group_hops import BatchShare, GroupHops
 
 
 def rounds(cost: float, noise: float, spread: float = 0.0) -> list[profiler.Blocks]:
@@ -28,7 +28,9 @@ def test_every_group_of_a_round_counts_in_every_hop() -> None:
 
 def test_a_group_that_a_hop_leaves_out_ends_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = GroupHops.committed
-    monkeypatch.setattr(GroupHops, "committed", lambda self, groups, s: whole(self, groups[::2], s))
+    monkeypatch.setattr(
+        GroupHops, "committed", lambda self, share, s: whole(self, BatchShare(share.groups[::2]), s)
+    )
     with pytest.raises(AssertionError):
         profiler.hops_us(groups=512, block=64)
 

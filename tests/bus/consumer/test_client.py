@@ -32,6 +32,7 @@ from rolloutmq.schemas.wire.requests import (
     RegisterConsumer,
     Release,
     Settle,
+    TrainerPause,
 )
 
 if TYPE_CHECKING:
@@ -450,6 +451,21 @@ async def test_heartbeats_go_on_while_a_pull_waits_and_carry_progress(fake: "Fak
             await pulling
     first, second = fake.asked_for(ConsumerBeat)[:2]
     assert second.progress > first.progress > 0
+
+
+async def test_heartbeats_and_the_goodbye_tell_other_waits(fake: "FakeBroker") -> None:
+    async with fake.running(), Consumer.open(fake.layout.root, sequences=8) as c:
+        c.waited(TrainerPause.EVALUATION, 1.5)
+        await fake.until(lambda: any(beat.waits_s for beat in fake.asked_for(ConsumerBeat)))
+        fake.restart()  # it has not counted them, and the life before has
+        await fake.until(lambda: bool(beats := fake.asked_for(ConsumerBeat)) and not beats[-1].waits_s)
+        c.waited(TrainerPause.EVALUATION, 0.5)
+        with pytest.raises(UsageError, match="seconds: must be finite"):
+            c.waited(TrainerPause.EVALUATION, float("nan"))
+        with pytest.raises(UsageError, match="reason: must be a TrainerPause"):
+            c.waited("evaluation", 1.0)  # type: ignore[arg-type]
+    (release,) = fake.asked_for(Release)
+    assert release.waits_s == {TrainerPause.EVALUATION: 0.5}
 
 
 async def test_iteration_goes_step_by_step_and_wants_each_settled(

@@ -39,6 +39,12 @@ def test_every_key_of_the_summary_is_on_the_page(tmp_path: Path) -> None:
     assert [key for key in sorted(keys) if f"`{key}`" not in section] == []
 
 
+def test_no_table_of_the_page_names_a_key_twice() -> None:
+    for table in re.findall(r"(?:^\|.*\n)+", PAGE, re.MULTILINE):
+        names = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
+        assert sorted(names) == sorted(set(names))
+
+
 def test_every_key_of_the_status_is_on_the_page() -> None:
     section = PAGE.partition("\n## Status as JSON")[2].partition("\n## ")[0]
     parts = (StatusReply, Pressure, InferenceAddress, Target, WorkerRow)

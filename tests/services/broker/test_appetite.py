@@ -6,7 +6,8 @@ from tests.services.broker.bench import Bench, config
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.wire.control import LaneStatus, WorkerBeat, WorkerBeatReply, WorkerState
 from rolloutmq.schemas.wire.envelope import Split
-from rolloutmq.schemas.wire.replies import Batch, Rejected
+from rolloutmq.schemas.wire.replies import Batch, Ok, Rejected
+from rolloutmq.schemas.wire.requests import ConsumerBeat, Release, TrainerPause
 from rolloutmq.services.broker.batches.consumers import POLL_S, SLEEP_S
 
 
@@ -223,3 +224,35 @@ def test_what_slots_waited_is_summed_over_workers_that_come_and_go() -> None:
     beat(bench, 1.0, pid=2)
     beat(bench, 2.5, pid=2)
     assert bench.pressure().blocked_s == {"e": pytest.approx(6.5)}
+
+
+def told(bench: Bench, seconds: float) -> float:
+    """Let a trainer tell how long it has evaluated, and return what the broker has counted."""
+    bench.ask(ConsumerBeat(consumer="c", waits_s={TrainerPause.EVALUATION: seconds}), Ok)
+    return bench.pressure().trainer_waits_s.get("evaluation", 0.0)
+
+
+def test_a_trainer_that_evaluates_waits_and_starves_not() -> None:
+    bench = Bench()
+    bench.consumer()
+    bench.now += 1.0
+    assert told(bench, 0.75) == pytest.approx(0.75)
+    assert told(bench, 0.75) == pytest.approx(0.75)  # a repeated heartbeat
+    bench.now += 2.0
+    assert told(bench, 2.5) == pytest.approx(2.5)
+    bench.now += 1.0
+    bench.ask(Release(consumer="c", leaves=True, waits_s={TrainerPause.EVALUATION: 3.0}), Ok)
+    assert bench.pressure().trainer_waits_s == {"evaluation": pytest.approx(3.0)}
+    assert bench.pressure().starved_s == 0.0
+
+
+def test_no_wait_is_longer_than_the_time_since_it_was_told_last() -> None:
+    bench = Bench()
+    bench.consumer()
+    bench.now += 1.0
+    assert told(bench, 1e300) == pytest.approx(1.0)
+    bench.now += 2.0
+    assert told(bench, 0.5) == pytest.approx(1.5)  # a trainer that began to count anew
+    bench.restart()  # the trainer does not know yet, and tells what it told the life before
+    bench.now += 0.25
+    assert told(bench, 60.0) == pytest.approx(0.25)

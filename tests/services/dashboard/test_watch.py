@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,9 @@ from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.services.broker.server import Broker, running_broker
-from rolloutmq.services.dashboard import app
+from rolloutmq.services.dashboard import app, watch
 from rolloutmq.services.dashboard.entry.sessions import Sessions
+from rolloutmq.services.dashboard.record import record_file
 from rolloutmq.services.dashboard.watch import STREAMS_LIMIT
 
 WAIT_S = 60.0
@@ -366,3 +368,30 @@ def test_a_thousand_workers(broker: Broker, at_living: Browser, run_dir: Path) -
     assert told["matching"] == 11
     assert len(at_living.get("/api/workers?limit=100000").json["rows"]) == 1000
     assert read_run(run_dir)
+
+
+def test_nothing_is_told_of_a_run_whose_record_is_still_read(
+    ended: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "LOAD_S", 0.0)
+    monkeypatch.setattr(record_file, "PART_BYTES", ended.metrics.stat().st_size // 8)
+    fetch, going_on = record_file.RecordFile.fetch, threading.Event()
+
+    def fetch_slowly(self: record_file.RecordFile) -> record_file.Part:
+        if self.offset > self.size // 2:
+            assert going_on.wait(WAIT_S)
+        return fetch(self)
+
+    monkeypatch.setattr(record_file.RecordFile, "fetch", fetch_slowly)
+    with opened(ended.root) as browser, browser.stream() as stream:
+        try:
+            page = Page(stream).until(lambda page: page.sections["record"]["loaded"] < 1)
+            assert page.sections["run"]["step"] is None
+            assert page.sections["waits"]["seconds"] == []
+            use = page.sections["use"]
+            assert (use["starved_of_run"], use["starved"], use["blocked"]) == (None, None, None)
+        finally:
+            going_on.set()
+        page.until(lambda page: page.sections["record"]["loaded"] == 1)
+        assert page.sections["run"]["step"] == 5
+        assert page.sections["queue"]["starved_s"] is not None

@@ -22,6 +22,7 @@ from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.control import StepDone, StepSkipped
 from rolloutmq.schemas.wire.envelope import Message, PolicyVersion
 from rolloutmq.schemas.wire.replies import Rejected, RunInfo
+from rolloutmq.schemas.wire.requests import TrainerPause
 from rolloutmq.trainer.policy.model import Policy, build_policy
 from rolloutmq.trainer.weights.fingerprint import directory_fingerprint
 from rolloutmq.trainer.weights.posix_shm import WeightShare
@@ -138,6 +139,7 @@ class MemoryBroker:
     """Called with the number of the call, from 1, before anything changes; may raise."""
     commit_wanted: bool = False
     progressed: int = 0
+    waits_s: dict[TrainerPause, float] = field(default_factory=dict)
     retained: list[MemoryBatch] = field(default_factory=list)
     again: deque[MemoryBatch] = field(default_factory=deque)
     lease: MemoryBatch | None = None
@@ -207,6 +209,9 @@ class MemoryBroker:
 
     def progress(self) -> None:
         self.progressed += 1
+
+    def waited(self, reason: TrainerPause, seconds: float) -> None:
+        self.waits_s[reason] = self.waits_s.get(reason, 0.0) + seconds
 
     def publish(self, topic: bytes, message: Message) -> None:
         if topic.startswith(b"telemetry.skipped."):

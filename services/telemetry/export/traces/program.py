@@ -34,7 +34,38 @@ logger = logging.getLogger(__name__)
 POLL_S: Final = 1.0
 """Time between two looks at the journal."""
 
+LIBRARY: Final = "opentelemetry"
+"""Logger of the SDK: it has several lines for each request that fails."""
+
 Send = Callable[[list[Span]], bool]
+
+
+class LastWord(logging.Handler):
+    """Keeps the last error that a library logged, instead of its lines: telemetry logs each reason once.
+
+    Errors that it tries again are left out: their texts differ each time. The last one of a request ends it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._word = ""
+
+    @classmethod
+    def of(cls, name: str) -> "LastWord":
+        """Take the lines of a library from now on."""
+        library, made = logging.getLogger(name), cls()
+        library.propagate = False
+        library.addHandler(made)
+        return made
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep an error."""
+        self._word = record.getMessage()
+
+    def taken(self) -> str:
+        """Return the last error, and forget it."""
+        word, self._word = self._word, ""
+        return word
 
 
 class Calls:
@@ -126,8 +157,14 @@ class Traces:
                 yield spans
 
 
-def serve(traces: Traces, send: Send, tell: Callable[[Told], None], ended: Callable[[float], bool]) -> None:
-    """Send traces until `ended`, which waits for so many seconds."""
+def serve(
+    traces: Traces,
+    send: Send,
+    tell: Callable[[Told], None],
+    ended: Callable[[float], bool],
+    why: Callable[[], str] = str,
+) -> None:
+    """Send traces until `ended`, which waits for so many seconds; `why` tells why the last ones were not taken."""
     over, started = False, False
     while True:
         try:
@@ -138,11 +175,12 @@ def serve(traces: Traces, send: Send, tell: Callable[[Told], None], ended: Calla
         except (RolloutMQError, OSError) as error:
             logger.warning("journal not read error=%s", error)
             found = []
-        taken = True
+        taken, reason = True, ""
         for spans in found:
             # A receiver that is away costs one time-out a look.
-            taken = taken and send(spans)
-            tell(Told("" if taken else "the receiver of traces does not take them"))
+            if taken and not (taken := send(spans)):
+                reason = ": ".join(filter(None, ("the receiver of traces does not take them", why())))
+            tell(Told(reason))
         if over:
             return
         over = ended(POLL_S)
@@ -158,6 +196,7 @@ def main(run_dir: Path) -> int:
     from rolloutmq.services.telemetry.export.traces.exporter import SpanExporter
 
     config, layout = load_run(run_dir)
+    word = LastWord.of(LIBRARY)
     exporter = SpanExporter(config.telemetry.otlp_url, config.run.name)
     has_journal = config.broker.durability is not Durability.MEMORY
     traces = Traces(
@@ -172,7 +211,7 @@ def main(run_dir: Path) -> int:
         return bool(select.select([sys.stdin.buffer], [], [], wait_s)[0])
 
     try:
-        serve(traces, exporter.send, tell, ended)
+        serve(traces, exporter.send, tell, ended, word.taken)
     finally:
         traces.close()
         exporter.close()

@@ -1,6 +1,7 @@
 """`rolloutmq profile` of runs that were made by hand, and of one that ran."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -323,3 +324,29 @@ def test_slots_that_the_record_lacks_are_told() -> None:
     usage = Usage(has_settled=True, trainer_s=60.0, unknown_slots_s=60.0)
     lines = profile_lines(Profile(usage, [], True, {}, {}))
     assert any("the rollout slots of 60.0 s are not known" in line for line in lines)
+
+
+def test_a_record_without_the_start_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(run_dir)
+    assert profile(run_dir, as_json=False) == 0
+    assert (
+        "from the first recorded batch on; the record lacks the start of the run" in capsys.readouterr().out
+    )
+    assert profile(run_dir, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out)["start_s"] is None
+
+
+def test_no_percentile_of_the_examples_exceeds_the_slowest() -> None:
+    guide = (Path(__file__).parents[4] / "docs" / "guides" / "profiling.md").read_text()
+    example = r"(?:[\d,]+ +)?((?:[\d.]+ (?:us|ms|s)  +){5}).*?([\d.]+ (?:us|ms|s)) \S+$"
+    rows = re.findall(example, guide, re.MULTILINE)
+    assert len(rows) >= 5
+    for cells, slowest in rows:
+        _, *percentiles = (in_seconds(cell) for cell in re.split("  +", cells.strip()))
+        assert sorted(percentiles) == percentiles
+        assert percentiles[-1] <= in_seconds(slowest)
+
+
+def in_seconds(text: str) -> float:
+    number, unit = text.split()
+    return float(number) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]

@@ -11,9 +11,11 @@ from rolloutmq.schemas.config.run import TelemetryConfig
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerBeatReply, WorkerState
 from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
-from rolloutmq.schemas.wire.replies import Ok
+from rolloutmq.schemas.wire.replies import Ok, Rejected
 from rolloutmq.schemas.wire.requests import Commit, Release
 from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.state import group_hops
+from rolloutmq.services.broker.state.group_hops import GATHERED
 
 
 class Wall:
@@ -202,3 +204,54 @@ def test_a_run_without_latencies_tells_none(wall: Wall) -> None:
     bench.ask(Commit(consumer="c", version=PolicyVersion(0, 1)), Ok)
     assert rows(bench) == {}
     assert not bench.core._state.hops
+
+
+def test_new_groups_are_counted_while_they_are_in_the_cache(wall: Wall) -> None:
+    bench = begun()
+    bench.shadowed = False
+    bench.producer().send(3 * GATHERED, started_at=wall.start - 1.0, finished_at=wall.start)
+    assert bench.core._state.hops.ungathered < GATHERED  # in a burst, before a tick
+    assert rows(bench)[Hop.SEND, "e", Split.TRAIN].durations.count == 3 * GATHERED
+
+
+def test_batches_without_a_tick_in_between_leave_few_groups_to_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_hops, "DELIVERED", 4)
+    bench = begun()
+    peer = bench.producer()
+    bench.consumer()
+    for step in range(5):
+        peer.send(2, started_at=0.0, finished_at=0.0)
+        bench.settle(bench.batch(step))
+        hops = bench.core._state.hops
+        assert hops.ungathered - len(hops.arrived) <= 4
+    assert rows(bench)[Hop.QUEUE, "e", Split.TRAIN].durations.count == 10
+
+
+def test_each_environment_of_a_batch_has_its_groups_and_tokens_in_every_hop(wall: Wall) -> None:
+    bench = begun(e={}, f={})
+    bench.consumer()
+    for env, groups, tokens in (("e", 1, 7), ("f", 3, 11)):
+        peer = bench.producer(f"p-{env}", env)
+        peer.send(groups, tokens=tokens, started_at=wall.start - 1.0, finished_at=wall.start)
+    bench.settle(bench.batch(0, 16))
+    bench.ask(Commit(consumer="c", version=PolicyVersion(0, 1)), Ok)
+    found = rows(bench)
+    for hop in (Hop.QUEUE, Hop.TRAIN, Hop.COMMIT):
+        told = {env: found[hop, env, Split.TRAIN] for env in ("e", "f")}
+        assert {env: (row.durations.count, row.tokens) for env, row in told.items()} == {
+            "e": (1, 7),
+            "f": (3, 33),
+        }
+
+
+def test_a_rejected_group_is_in_no_checkpoint() -> None:
+    bench = begun()
+    bench.consumer()
+    bench.producer().send(2, tokens=5, started_at=0.0, finished_at=0.0)
+    batch = bench.batch(0)
+    kept, bad = ids(batch)
+    bench.settle(batch, trained=(kept,), rejected=(Rejected(group_id=bad, reason="test"),))
+    bench.ask(Commit(consumer="c", version=PolicyVersion(0, 1)), Ok)
+    found = {hop: row for (hop, _, _), row in rows(bench).items()}
+    assert (found[Hop.TRAIN].durations.count, found[Hop.TRAIN].tokens) == (2, 10)
+    assert (found[Hop.COMMIT].durations.count, found[Hop.COMMIT].tokens) == (1, 5)

@@ -123,3 +123,12 @@ def test_a_run_that_is_over_is_said_to_be(
     assert browser.js(
         "return [...document.querySelectorAll('#settings .action-cell button')].every((b) => b.disabled)"
     )
+
+
+def test_a_record_that_is_still_read_is_said(browser: Browser, played: PlayedServer) -> None:
+    played.state["record"]["loaded"] = 0.4
+    played.state["run"]["step"] = None
+    browser.open(played.link)
+    browser.until_text(".badge", "reading")
+    assert "The record of the run is being read: 40" in browser.text(".notice-line")
+    assert "step 0" not in browser.text(".progress")

@@ -19,6 +19,7 @@ from rolloutmq.schemas.wire.telemetry import HostSample
 from rolloutmq.services.monitor.live import recent
 from rolloutmq.services.monitor.live.recent import fill, recent_groups
 from rolloutmq.services.monitor.live.run_state import RunState
+from rolloutmq.services.monitor.status import lately
 
 WALL, NOW = 10_000.0, 50.0
 
@@ -104,7 +105,8 @@ def test_the_search_for_steps_ends_with_as_many_as_are_shown(
 ) -> None:
     steps = [line(make_step(step, float(step)), 100.0 - step) for step in range(1, 30)]
     layout.metrics.write_bytes(line(evaluation, 200.0) + b"".join(steps) + line(evaluation, 1.0))
-    monkeypatch.setattr(recent, "END_BYTES", 5 * len(steps[-1]))
+    for module, name in ((recent, "END_BYTES"), (lately, "BLOCK_BYTES")):
+        monkeypatch.setattr(module, name, 5 * len(steps[-1]))
     rewards = filled(layout, reply).rewards()
     assert 10 <= len(rewards) <= 15
     assert rewards[-1] == 29.0
@@ -122,8 +124,9 @@ def test_the_last_step_and_evaluation_are_found_behind_many_samples(
     samples = b"".join(line(host(1), 50.0 - at / 10) for at in range(500))
     lasting = [line(make_step(3, 0.25), 400.0), line(evaluation, 300.0), line(make_step(4, 0.75), 200.0)]
     layout.metrics.write_bytes(samples.join([b"", *lasting, b""]))
-    monkeypatch.setattr(recent, "END_BYTES", 4 << 10)
-    monkeypatch.setattr(recent, "SEARCHED_BYTES", searched * 1000)
+    for module, name in ((recent, "END_BYTES"), (lately, "BLOCK_BYTES")):
+        monkeypatch.setattr(module, name, 4 << 10)
+    monkeypatch.setattr(lately, "SEARCHED_BYTES", searched * 1000)
     board = filled(layout, reply)
     if searched > 100:
         assert (board.rewards(), board.evaluation) == ([0.25, 0.75], evaluation)
@@ -138,7 +141,8 @@ def test_what_is_no_record_shows_nothing(
     layout: RunLayout, reply: StatusReply, text: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout.metrics.write_bytes(text)
-    monkeypatch.setattr(recent, "END_BYTES", 1000)
+    for module, name in ((recent, "END_BYTES"), (lately, "BLOCK_BYTES")):
+        monkeypatch.setattr(module, name, 1000)
     assert filled(layout, reply).rewards() == []
 
 

@@ -56,6 +56,12 @@ def used(
         (used(starved=0.6, grown=40), "(no_batch)", "more workers"),
         (used(starved=0.05, blocked=0.02), "nobody waits for more than 5% of the time", "balanced"),
         (used(starved=0.9, trainer="unsettled"), "nobody waits for more than 0%", "balanced"),
+        (
+            used(starved=0.3, trainer="evaluation"),
+            "waits 30% of its time for the evaluation",
+            "`evaluation.tasks`",
+        ),
+        (used(starved=0.05, trainer="evaluation"), "nobody waits for more than 0%", "balanced"),
         (Usage(is_unrecorded=True), "no event of the broker was recorded", "rolloutmq telemetry -r RUN"),
         (replace(used(starved=0.9), workerless_s=80.0), "(no_batch)", "no worker is ready most of that time"),
         (Usage(), "no trainer has settled a batch", "rolloutmq status"),

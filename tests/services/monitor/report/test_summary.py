@@ -262,6 +262,14 @@ def test_steps_are_those_of_the_final_policy(run_dir: Path) -> None:
     assert summary["steps_per_s"] == pytest.approx(1.0)
 
 
+def test_the_rate_of_steps_stands_a_clock_that_was_set_back(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    moments = [1000.0, 1002.0, 1004.0, 100.0, 102.0, 104.0]  # an hour back between two steps of two seconds
+    steps = [batch(step, f"g{step}", at=at, rewards=(0.0,)) for step, at in enumerate(moments, start=1)]
+    write(layout.trained, steps)
+    assert join(layout)["steps_per_s"] == pytest.approx(0.5)
+
+
 def test_batch_without_a_signal_is_no_step_but_its_scores_count(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     write(

@@ -123,3 +123,25 @@ def test_a_damaged_line_is_passed_over(layout: RunLayout, make_step: MakeStep, l
     step = read_lately(layout).step
     assert step is not None
     assert step.step == 1
+
+
+def test_steps_far_before_the_end_are_found_up_to_a_limit(
+    layout: RunLayout,
+    make_step: MakeStep,
+    make_pressure: Callable[..., Pressure],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with 150 environments, whose state fills the end of the record between two steps."""
+    for name, nbytes in (("END_BYTES", 4000), ("BLOCK_BYTES", 3000), ("SEARCHED_BYTES", 60_000)):
+        monkeypatch.setattr(module, name, nbytes)
+    state = [line_of(topics.PRESSURE, make_pressure(), 9.0)]
+    steps = [
+        line_of(topics.STEP, make_step(number, 0.5, extra={"kl": number}), 1.0) for number in range(1, 4)
+    ]
+    between = state * (20_000 // len(state[0]))
+    layout.metrics.write_bytes(b"".join([*steps[:1], *between, *steps[1:], *between]))
+    lately = read_lately(layout)
+    assert lately.step is not None
+    assert (lately.step.step, dict(lately.figures)["kl"]) == (3, 3.0)
+    layout.metrics.write_bytes(b"".join([*steps, *between, *between, *between, *between]))
+    assert read_lately(layout) == Lately()

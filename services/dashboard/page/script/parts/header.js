@@ -2,7 +2,7 @@
 
 import { LINK } from "../data/store.js";
 import { el, setAttribute, setText, show } from "../text/dom.js";
-import { clock, count, rate } from "../text/format.js";
+import { clock, count, percent, rate } from "../text/format.js";
 import { plain } from "../text/visible.js";
 import { SPANS, view } from "./view.js";
 import { currentTheme, setTheme, THEMES } from "./theme.js";
@@ -21,6 +21,8 @@ function standing(store) {
   if (kind === LINK.CONNECTING) return { tone: "quiet", word: "connecting", sentence: "" };
   if (kind === LINK.LOST) return { tone: "bad", word: "disconnected", sentence: `Values are old: ${text}.` };
   if (kind === LINK.STALE) return { tone: "warn", word: "stale", sentence: `Values are old: ${text}.` };
+  const loaded = store.get("record", {}).loaded ?? 1;
+  if (loaded < 1) return { tone: "quiet", word: "reading", sentence: `The record of the run is being read: ${percent(loaded)}.` };
   if (run.life in LIVES) {
     const why = run.life === "ended" && run.ended ? `The run has ended: ${run.ended}.` : run.text || store.ended || "";
     return { tone: run.life === "ended" ? "done" : "bad", word: LIVES[run.life], sentence: why };
@@ -79,7 +81,7 @@ export function mountHeader(root, { store, run }) {
     if (isLiving && state.left_s !== null && state.left_s !== undefined) parts.push(`${clock(state.left_s)} left`);
     setText(steps, "step" in state ? parts.join("  ·  ") : "");
   };
-  store.subscribe(["run", "link"], draw);
+  store.subscribe(["run", "record", "link"], draw);
   draw();
 
   // The age of what is shown, once it is old: also when nothing arrives that could draw.

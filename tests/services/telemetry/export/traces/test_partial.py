@@ -1,9 +1,11 @@
 """Without a journal a trace has the rollout and its calls, and each group is sent once."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.services.telemetry.bus import forwarding
 
 from rolloutmq.bus.encoding import topics
@@ -11,7 +13,8 @@ from rolloutmq.bus.transport.pubsub import Publisher
 from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.wire.tracing import Call, RolloutTrace
-from rolloutmq.services.telemetry.export.traces.program import Traces
+from rolloutmq.services.telemetry.export.sinks.protocol import Told
+from rolloutmq.services.telemetry.export.traces.program import LastWord, Traces, serve
 from rolloutmq.services.telemetry.export.traces.spans import Span, rollout_spans_of, span_id_of, trace_id_of
 
 CALLS = (
@@ -73,3 +76,25 @@ def test_a_group_is_sent_once(run_dir: Path) -> None:
     traces._calls._known = {"g1": rollout(), "g2": rollout("g2")}
     assert [spans[0].attributes["rolloutmq.group"] for spans in traces.look()] == ["g1", "g2"]
     assert traces.look() == []
+
+
+def test_the_last_error_of_a_library_is_the_reason_and_no_line(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = logging.getLogger("tests.otlp")
+    word = LastWord.of("tests.otlp")
+    traces = Traces(RunLayout(run_dir), "run", 1.0, 0.0, has_journal=False)
+    traces._calls._known = {"g1": rollout(), "g2": rollout("g2")}
+
+    def send(_: list[Span]) -> bool:
+        for attempt in range(3):
+            library.getChild("http").warning("Transient error %s, retrying", attempt)
+        library.getChild("http").error("Failed to export, code: %s", 503)
+        return False
+
+    told: list[Told] = []
+    serve(traces, send, told.append, lambda _: True, word.taken)
+    reason = "the receiver of traces does not take them: Failed to export, code: 503"
+    assert [one.why for one in told] == [reason, reason]
+    assert [record for record in caplog.records if record.name.startswith("tests.otlp")] == []
+    assert word.taken() == ""

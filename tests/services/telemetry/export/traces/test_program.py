@@ -188,8 +188,23 @@ def test_a_receiver_that_is_away_costs_the_traces_only(run_dir: Path) -> None:
             train(run_dir, names)
             assert child.stdout is not None
             outcomes = [json.loads(child.stdout.readline()) for _ in names]
-    assert [outcome["why"] for outcome in outcomes] == ["the receiver of traces does not take them"] * 2
+    (why,) = {outcome["why"] for outcome in outcomes}
+    assert why.startswith("the receiver of traces does not take them: ")
+    assert "400" in why
     assert server.requests >= 1
+    assert "400" not in (run_dir / "traces.log").read_text()  # telemetry logs the reason, once
+
+
+def test_a_receiver_that_is_not_there_leaves_no_lines_of_the_sdk(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    with receiver() as gone:
+        config = configured(layout, gone.server_port)
+    with running_broker(config, layout), tracing(layout) as child:
+        train(run_dir, ["g-0"])
+        assert child.stdout is not None
+        assert json.loads(child.stdout.readline())["why"].startswith("the receiver of traces does not take")
+    lines = (run_dir / "traces.log").read_text().splitlines()
+    assert [line for line in lines if "traces started" not in line] == []
 
 
 def test_groups_of_an_earlier_life_are_not_sent_again(run_dir: Path) -> None:
