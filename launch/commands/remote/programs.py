@@ -111,7 +111,8 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
     """
     name = f"{FIRST}.{way.base}"
     _require_names([name])
-    served.check()
+    connection = way.connection
+    served.check(connection.addresses[0], load_bundle(Path(connection.key)).ca if connection.key else "")
     beats = EngineBeats(name, served)
     programs = ((name, Role.INFERENCE, ("inference", "--engine", name)),)
     accept = served.accepting(training(model))
