@@ -15,7 +15,6 @@ Nothing gives up while the broker is away: the programs wait with their groups, 
 
 import asyncio
 import logging
-import re
 import secrets
 import sys
 from collections.abc import Awaitable, Callable
@@ -43,7 +42,6 @@ from rolloutmq.services.process.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 
-_FAILED_EXIT: Final = re.compile(r"exit code [1-9]")
 RESEND_S: Final = 5.0
 """Time between two looks for groups that ended workers have left."""
 
@@ -287,7 +285,7 @@ class Crew:
     def _require_orderly_end(self) -> None:
         """Raise if a program could not do what was left for it to do: its groups may be lost."""
         for view in self._programs.views().values():
-            if view.phase is Phase.ENDED and _FAILED_EXIT.match(view.reason):
+            if view.phase is Phase.ENDED and view.code is not None and view.code > 0:
                 log = str(self._layout.log(view.name))
                 raise CrewFailedError(view.name, view.reason, log, "failed while it ended")
 

@@ -201,7 +201,11 @@ def test_workers_outlive_their_holder_and_the_next_one_takes_them_over(hosts: Ho
     )
     assert "end that process with SIGTERM, or give this one another --name" in refused.stderr
     assert hosts.workers()["own-far.0"].pid == pid
-    assert end(again) == 0, hosts.log("again.log")
+    admin = hosts.key("a", Role.ADMIN)
+    drained = hosts.run("drain", "own-far.0", "--connect", hosts.address, "--key", str(admin))
+    assert drained.returncode == 0, drained.stderr
+    assert again.wait(60.0) == 0, hosts.log("again.log")  # it was started again, as if it had crashed
+    assert "started name=own-far.0" not in hosts.log("again.log")
     assert not hosts.workers()
     assert end(broker) == 0
 
