@@ -173,7 +173,7 @@ def join_relay(passing: Passing, way: Way) -> int:
     words += ["--listen", passing.listen] if passing.listen else []
     words += ["--behind", passing.behind] if passing.behind else []
     programs = (("relay", Role.RELAY, tuple(words)),)
-    beats = RelayBeats(name, passing.listen, passing.advertise)
+    beats = RelayBeats(name, passing.listen, passing.advertise, passing.behind)
     return join(
         Joining(
             *("relay", programs, way.connection, receiving, way.directory, way.grace_s, beats.run),

@@ -33,11 +33,13 @@ class RelayBeats:
         name: Its name, `relay.NAME`.
         listen: Address at which it serves further relays; empty for none.
         advertise: Host by which they reach it; empty for the one of `listen`, or that which reaches the run.
+        behind: Relay that it gets the weights from; empty for that of the run.
     """
 
     name: str
     listen: str = ""
     advertise: str = ""
+    behind: str = ""
 
     async def run(self, mirror: Mirror, layout: RunLayout) -> None:
         """Send heartbeats until cancelled; then say that the relay ends."""
@@ -70,6 +72,7 @@ class RelayBeats:
             sealed=serves.sealed if serves is not None else True,
             ends=ends,
             run_id=told.run_id,
+            behind=self.behind,
         )
 
     def _host(self, address: str) -> str:

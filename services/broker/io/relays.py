@@ -71,6 +71,12 @@ class Relays:
             return refuse(
                 ErrorCode.UNKNOWN, f"relay: no relay {name} is heard (those that serve others: {names})"
             )
+        if circle := self._circle(name):
+            return refuse(
+                ErrorCode.INVALID,
+                f"relay: {' and '.join(circle)} get the weights from each other, and none from the run; start one of "
+                "them without --behind",
+            )
         beat = known.beat
         parts = host_and_port(beat.serves)
         if parts is None:
@@ -79,6 +85,15 @@ class Relays:
             )
         made = ticket.issue(beat.secret, key or "without a key", beat.at + max(0.0, now - known.at))
         return WeightsTicket(port=parts[1], host=parts[0], shown=made.shown, key=made.key, sealed=beat.sealed)
+
+    def _circle(self, name: str) -> list[str]:
+        """Return the relays of the circle that a relay is part of, or gets the weights from; empty if there is none."""
+        chain = [name]
+        while (known := self._known.get(chain[-1])) is not None and known.beat.behind:
+            if known.beat.behind in chain:
+                return chain[chain.index(known.beat.behind) :]
+            chain.append(known.beat.behind)
+        return []
 
     def report(self, now: float) -> tuple[JoinedRelay, ...]:
         """Return the relays, by name."""

@@ -19,8 +19,8 @@ def beat(name: str = "relay.b", **about: Any) -> RelayBeat:
     return RelayBeat(name=name, host="b", **about)
 
 
-def serving(**about: Any) -> RelayBeat:
-    return beat(serves="tcp://10.0.0.7:7764", secret=SECRET, **about)
+def serving(name: str = "relay.b", **about: Any) -> RelayBeat:
+    return beat(name, serves="tcp://10.0.0.7:7764", secret=SECRET, **about)
 
 
 def refusal(reply: object, code: ErrorCode) -> str:
@@ -51,6 +51,24 @@ def test_what_is_heard_is_told_until_it_is_silent() -> None:
     assert relays.report(0.0)
     relays.sweep(1.1 + GONE_S)
     assert not relays.report(0.0)
+
+
+def test_relays_behind_each_other_get_no_ticket_and_hear_why() -> None:
+    """They passed the same weights to and fro without a pause, and `status` gave no reason."""
+    relays = Relays()
+    behind = {"relay.a": "relay.c", "relay.b": "relay.a", "relay.c": "relay.b", "relay.d": "relay.c"}
+    for name, other in behind.items():
+        relays.beat(serving(name=name, behind=other), 1.0, "k")
+    for name in behind:
+        told = refusal(relays.ticket(name, 1.0, "k"), ErrorCode.INVALID)
+        assert "get the weights from each other, and none from the run" in told
+        assert all(one in told for one in ("relay.a", "relay.b", "relay.c"))
+        assert "relay.d" not in told
+    relays.beat(serving(name="relay.c"), 2.0, "k")
+    for name in behind:
+        assert isinstance(relays.ticket(name, 2.0, "k"), WeightsTicket)
+    relays.beat(serving(name="relay.c", behind="relay.c"), 3.0, "k")
+    assert "relay: relay.c get" in refusal(relays.ticket("relay.d", 3.0, "k"), ErrorCode.INVALID)
 
 
 def test_an_orderly_end_is_told_at_once() -> None:
