@@ -211,6 +211,7 @@ class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
         ends: It ends in order.
         run_id: Id of the run whose weights it has.
         behind: Relay that it gets them from; empty for that of the run.
+        network: Network of its host: that of another host has another one, even where the names of the hosts are equal.
     """
 
     name: Name
@@ -224,6 +225,7 @@ class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
     ends: bool = False
     run_id: RunId = ""
     behind: Annotated[str, Meta(max_length=64)] = ""
+    network: Annotated[str, Meta(max_length=NETWORK_CHARS)] = ""
 
 
 class GetWeightsTicket(Message, tag="get_weights_ticket", frozen=True, kw_only=True):

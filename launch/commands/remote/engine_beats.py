@@ -16,7 +16,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.log_throttle import WaitLog
-from rolloutmq.bus.rundir import load_run, read_json
+from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
@@ -168,7 +168,9 @@ class EngineBeats:
             if found is None and not layout.weights.exists():
                 if log.is_due("weights", now := time.monotonic()):
                     logger.warning(
-                        "waiting for=weights waited_s=%.0f: %s", log.waited_s(now), _no_weights(layout)
+                        "waiting for=weights waited_s=%.0f: %s",
+                        log.waited_s(now),
+                        _no_weights(layout, mirror.config),
                     )
             else:
                 log.over()
@@ -177,9 +179,9 @@ class EngineBeats:
         await send_beats(mirror, self._name, read, beat)
 
 
-def _no_weights(layout: RunLayout) -> str:
+def _no_weights(layout: RunLayout, config: RunConfig) -> str:
     """Return what an engine without weights lacks: a relay, or a trainer beside it."""
-    backend = load_run(layout.root)[0].weights.backend
+    backend = config.weights.backend
     if backend == "stream":
         return (
             f"no relay has written {layout.weights}; start `rolloutmq relay` on this host, or look at its log"

@@ -25,7 +25,7 @@ from typing import Any, Final
 from rolloutmq.bus.lifecycle import IN_USE
 from rolloutmq.bus.producer.resend import resend_spools
 from rolloutmq.bus.producer.spool_file import SET_ASIDE
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.rundir import OWN_CONFIG
 from rolloutmq.bus.transport.keys.bundle import OWN_KEY
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.run_copy import Accept
@@ -95,6 +95,7 @@ def join(joining: Joining) -> int:
             apart=joining.name if joining.is_alone else "",
             asks=joining.is_alone,
             serves=joining.serves,
+            name=joining.name,
             pauses=True,
         )
         refreshing = asyncio.create_task(mirror.run(), name="mirror")
@@ -131,7 +132,7 @@ class Crew:
         self._joining = joining
         self._mirror = mirror
         self._layout = mirror.layout
-        config, _ = load_run(self._layout.root)
+        config = mirror.config
         self._limits = config.orchestrator
         self._earlier = EarlierRun(self._layout, joining.name, joining.own)
         self._identities = self._layout.root / f"joined-{joining.name}.json"
@@ -240,6 +241,9 @@ class Crew:
 
     def _specs(self) -> list[ProcessSpec]:
         module, run_dir = "rolloutmq.launch.service_process", str(self._layout.root)
+        key = self._joining.connection.key
+        own = {OWN_CONFIG: str(self._layout.own_config(self._joining.name).absolute())}
+        own |= {OWN_KEY: key} if key else {}
         return [
             ProcessSpec(
                 name=name,
@@ -248,7 +252,7 @@ class Crew:
                 log=str(self._layout.log(name)),
                 # Who lost its place to a process of another host would only take it back, and both without end.
                 hopeless=(2, PERMANENT_FAILURE, IN_USE),
-                env={OWN_KEY: self._joining.connection.key} if self._joining.connection.key else {},
+                env=own,
             )
             for name, role, words in self._joining.programs
         ]

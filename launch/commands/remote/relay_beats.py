@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from rolloutmq.bus.engine_registry import own_network
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
@@ -73,6 +74,7 @@ class RelayBeats:
             ends=ends,
             run_id=told.run_id,
             behind=self.behind,
+            network=own_network(),
         )
 
     def _host(self, address: str) -> str:

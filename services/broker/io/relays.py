@@ -17,6 +17,8 @@ from rolloutmq.services.broker.broker_state import refuse
 
 GONE_S: Final = 30.0
 """Silence after which a relay is forgotten."""
+TAKEN_S: Final = 10.0
+"""Silence after which a relay of another host may have the name: a host that starts again has another network."""
 RELAYS_LIMIT: Final = 1024
 PREFIX: Final = "relay."
 
@@ -48,6 +50,12 @@ class Relays:
                 ErrorCode.FORBIDDEN,
                 f"name: belongs to another key (got {beat.name} with key {key}); wait {GONE_S:.0f} seconds if "
                 "this key replaces that one, else use another name",
+            )
+        if known is not None and _is_elsewhere(known.beat, beat) and now - known.at <= TAKEN_S:
+            return refuse(
+                ErrorCode.FORBIDDEN,
+                f"name: a relay of another host called {known.beat.host} has it (got {beat.name} of host {beat.host}); "
+                "give each relay a --name of its own",
             )
         if beat.ends:
             self._known.pop(beat.name, None)
@@ -109,3 +117,7 @@ class Relays:
             )
             for name, known in sorted(self._known.items())[:KEYS_SHOWN]
         )
+
+
+def _is_elsewhere(known: RelayBeat, beat: RelayBeat) -> bool:
+    return (known.host, known.network) != (beat.host, beat.network)

@@ -102,8 +102,8 @@ async def test_an_engine_without_weights_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(engine_beats, "WEIGHTS_S", 0.1)
     monkeypatch.setattr(beats, "BEAT_S", 0.02)
-    weights = {"backend": backend}
-    write_json(RunLayout(run_dir).config, RunConfig.model_validate({"weights": weights}))
+    config = RunConfig.model_validate({"weights": {"backend": backend}})
+    monkeypatch.setattr(Mirror, "config", config)
     mirror = Mirror(Connection(addresses=(BROKER,)), lambda _data, _layout: RunConfig(), run_dir)
     beating = asyncio.create_task(
         EngineBeats("inference.far", Served()).run(mirror, RunLayout(run_dir)), name="beats"
