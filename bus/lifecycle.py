@@ -237,16 +237,16 @@ def log_failure(name: str, error: BaseException) -> int:
     with suppress(OSError):  # the exit code tells the rest
         sys.stderr.write(f"error: {reason}\n")
         sys.stderr.flush()
-    if any(isinstance(leaf, _HOPELESS) or _is_forbidden(leaf) for leaf in leaves):
+    if any(isinstance(leaf, _HOPELESS) or _is_final(leaf) for leaf in leaves):
         return PERMANENT_FAILURE
     return (
         IN_USE if any(isinstance(leaf, RunDirInUseError | ConsumerFencedError) for leaf in leaves) else FAILED
     )
 
 
-def _is_forbidden(error: BaseException) -> bool:
-    """Return whether the broker refused what this key may not do: only a person can give another key, or a name."""
-    return isinstance(error, RefusedError) and error.code is ErrorCode.FORBIDDEN
+def _is_final(error: BaseException) -> bool:
+    """Return whether the broker refused what only a person can change: the key, a name, or the installed version."""
+    return isinstance(error, RefusedError) and error.code in {ErrorCode.FORBIDDEN, ErrorCode.VERSION}
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

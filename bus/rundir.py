@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
+OWN_CONFIG: Final = "ROLLOUTMQ_CONFIG_FILE"
+"""Variable with the configuration of this process, in place of `config.json` beside it: commands that join a run from
+one host share a directory, and what an engine listens on is not a relay's."""
 FILE_POLL_S: Final = 0.05
 """Time between two looks for another process's file; each is one failed `open`."""
 
@@ -63,7 +66,7 @@ def read_run(run_dir: Path) -> tuple[RunConfig, RunLayout]:
     """
     layout = RunLayout(run_dir)
     try:
-        data = read_regular(layout.config)
+        data = read_regular(_config_of(layout))
     except (FileNotFoundError, NotADirectoryError):
         raise MissingError(str(layout.config), "start the run with `rolloutmq up`") from None
     except OSError as error:
@@ -73,6 +76,12 @@ def read_run(run_dir: Path) -> tuple[RunConfig, RunLayout]:
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(".".join(map(str, first["loc"])) or str(layout.config), problem_of(first)) from None
+
+
+def _config_of(layout: RunLayout) -> Path:
+    """Return the configuration of this process: `OWN_CONFIG`, if it is of this directory."""
+    own = os.environ.get(OWN_CONFIG, "")
+    return Path(own) if own and Path(own).parent == layout.root.absolute() else layout.config
 
 
 def write_json(path: Path, value: Any) -> None:

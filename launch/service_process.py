@@ -13,6 +13,7 @@ from typing import Final
 from rolloutmq.bus.lifecycle import gc_paused
 from rolloutmq.launch.endings import guarded
 from rolloutmq.schemas.process import python_command
+from rolloutmq.services.process.ending import note_end
 
 
 def broker(run_dir: Path) -> int:
@@ -130,7 +131,11 @@ def main() -> None:
         # The command line says what is wrong.
         os.execv(sys.executable, python_command(sys.executable, "rolloutmq.launch.cli", *sys.argv[1:]))
     run_dir = Path(options.pop("run_dir"))
-    guarded(lambda: STARTS[name](run_dir, **options))
+    try:
+        guarded(lambda: STARTS[name](run_dir, **options))
+    except SystemExit as end:
+        note_end(end.code if isinstance(end.code, int) else int(bool(end.code)))
+        raise
 
 
 def _fits(name: str, words: Sequence[str], options: Mapping[str, str]) -> bool:

@@ -151,6 +151,10 @@ class RunLayout:
         """Return the file with the stacks of a worker whose threads cannot run either."""
         return self.hangs / f"{worker}.stack"
 
+    def own_config(self, name: str) -> Path:
+        """Return the configuration of one command that joined, in the directory of its host for the run."""
+        return self.root / f"config-{name}.json"
+
     def log(self, process: str) -> Path:
         """Return the log of a process."""
         return self.logs / f"{process}.log"

@@ -48,13 +48,10 @@ from rolloutmq.schemas.wire.requests import RegisterProducer
 
 logger = logging.getLogger(__name__)
 
-
 SPOOL_BYTES: Final = 64 << 20
 """Default size of the spool."""
-
 DRAIN_S: Final = 10.0
 """Default wait for outstanding acks when the producer closes."""
-
 GOODBYE_S: Final = 2.0
 """Longest wait for the answer to a goodbye; without one the broker ends the session after its `silence_s`."""
 
@@ -383,6 +380,11 @@ class Producer:
         """End the permit of a failed rollout; the broker grants another one. Does nothing if the permit has ended."""
         self._session.credit.abandon(permit)
 
+    def pause(self, *, paused: bool = True) -> None:
+        """Leave the permits to other producers: `acquire` waits until `pause(paused=False)`. Open permits stay."""
+        self._session.credit.pause(paused=paused)
+        self._connection.ask()
+
     async def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until every group that was sent before the call is acked.
 
@@ -503,10 +505,9 @@ class Producer:
         if not self._waiters.flushing:
             self._ack_wait.over()
         elif self._ack_wait.is_due(self.wait.value, now):
-            waited_s = self._ack_wait.waited_s(now)
             logger.warning(
                 "waiting for acks producer=%s unacked=%d reason=%s waited_s=%.0f",
-                self.name, self.unacked, self._reason(), waited_s,
+                self.name, self.unacked, self._reason(), self._ack_wait.waited_s(now),
             )  # fmt: skip
 
     def _on_accepted(self, entries: list[SpoolEntry]) -> None:
@@ -563,11 +564,8 @@ class Producer:
         failure = self._waiters.failure
         if failure is not None and not isinstance(failure, ClosedError):
             return str(failure)
-        waited = (
-            "the wait for acks was cancelled"
-            if self._drain_s is None
-            else f"after drain_s of {self._drain_s:g} s"
-        )
+        late = f"after drain_s of {self._drain_s:g} s"
+        waited = "the wait for acks was cancelled" if self._drain_s is None else late
         return f"{waited}, {problem}" if (problem := self._connection.problem) else waited
 
 
@@ -623,6 +621,10 @@ class BlockingProducer(Facade[Producer]):
     def abandon(self, permit: Permit) -> None:
         """See `Producer.abandon`."""
         self._call(self._object.abandon, permit)
+
+    def pause(self, *, paused: bool = True) -> None:
+        """See `Producer.pause`."""
+        self._call(lambda: self._object.pause(paused=paused))
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """See `Producer.flush`."""

@@ -153,7 +153,7 @@ class ProducerConnection:
             self._session.belongs_to(place.run_id)
             if place.epoch == self._session.epoch:
                 self._session.reconnected()
-                self._ask()
+                self.ask()
             else:
                 self._offer_arena(client, place.arena_bytes)
                 await self._register_at(client, place.epoch)
@@ -193,6 +193,8 @@ class ProducerConnection:
                 session.register.producer,
             )
         self.info = reply.info
+        if session.credit.paused:
+            self.ask()
         logger.info(
             "registered producer=%s session=%d was=%d epoch=%d unacked=%d",
             session.register.producer,
@@ -222,9 +224,10 @@ class ProducerConnection:
         """Replace the session, which has no unacked groups, by a new one; `on_registered` is called then."""
         self._session.forget()
         self._asked_anew = True
-        self._ask()
+        self.ask()
 
-    def _ask(self) -> None:
+    def ask(self) -> None:
+        """Sync soon, whether the session requires it or not."""
         self._asks = True
         self._look.set()
 
@@ -264,7 +267,7 @@ class ProducerConnection:
                 logger.warning("malformed ack error=%s", error)
                 continue
             if self._session.strange(ack):
-                self._ask()
+                self.ask()
             else:
                 self._on_accepted(self._session.acked(ack, time.monotonic()))
 

@@ -52,6 +52,8 @@ class Credit:
         self.in_hand = 0
         """Number of open permits."""
         self.abandoned = 0
+        self.paused = False
+        """No rollout may start; the broker gives the unused permits to others."""
         self.policy = PolicyVersion()
         """Current policy of the trainer, from the last ack."""
         self.wait = Wait.NONE
@@ -70,11 +72,16 @@ class Credit:
     @property
     def may_begin(self) -> bool:
         """Whether a permit is available now."""
-        return self.begun < self.start_limit
+        return self.begun < self.start_limit and not self.paused
 
     def may_begin_all(self, rollouts: int) -> bool:
         """Whether so many permits are available now."""
-        return self.begun + rollouts <= self.start_limit
+        return self.begun + rollouts <= self.start_limit and not self.paused
+
+    def pause(self, *, paused: bool) -> None:
+        """Start no rollouts, or go on once an ack grants some: an earlier limit does not count any more."""
+        self.paused = paused
+        self.start_limit = min(self.start_limit, self.begun)
 
     def begin(self) -> Permit | None:
         """Take a permit; None if none is available now."""

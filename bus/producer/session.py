@@ -231,7 +231,14 @@ class SessionState:
     def ask(self, now: float) -> Sync:
         """Return a Sync request; pass its reply to `synced`."""
         self._asked_at = now
-        return Sync(producer=self.register.producer, session=self.number, abandoned=self.credit.abandoned)
+        credit = self.credit
+        return Sync(
+            producer=self.register.producer,
+            session=self.number,
+            abandoned=credit.abandoned,
+            begun=credit.begun,
+            paused=credit.paused,
+        )
 
     def goodbye(self) -> Goodbye:
         """Return the last request of the session."""

@@ -26,6 +26,8 @@ class WorkerState(StrEnum):
 
 SILENT: Final = "silent"
 """How a worker counts that has not been heard for `SILENT_S`: it died without a last heartbeat, or it hangs."""
+AWAY_LIMIT: Final = 8
+"""Most engines out of reach in a heartbeat."""
 SILENT_S: Final = 3.0
 """Silence from which a worker counts as silent; it sends a heartbeat every second."""
 
@@ -56,6 +58,7 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
         clock_error_s: Bound of the error of `clock_offset_s`, half the shortest round trip; 0 before the first one.
         joined: It joined by itself, from a copy of the run directory; the orchestrator does not own it.
         started: Start of the process in ticks of its boot, 0 if unknown: the first process of each container has pid 1.
+        engines_away: Engines that its host does not reach, by name, and why; at most `AWAY_LIMIT`.
     """
 
     worker: Name
@@ -77,6 +80,10 @@ class WorkerBeat(Message, tag="worker_beat", frozen=True, kw_only=True):
     clock_error_s: Seconds = 0.0
     joined: bool = False
     started: Count = 0
+    engines_away: Annotated[
+        dict[Annotated[str, Meta(max_length=512)], Annotated[str, Meta(max_length=400)]],
+        Meta(max_length=AWAY_LIMIT),
+    ] = {}
 
 
 class WorkerBeatReply(Message, tag="worker_beat_reply", frozen=True, kw_only=True):
@@ -281,6 +288,8 @@ class WorkerStatus(Message, tag="worker_status", frozen=True, kw_only=True):
     waits_for: str = ""
     joined: bool = False
     """It joined by itself; the orchestrator does not own it."""
+    engines_away: dict[str, str] = {}
+    """Engines that its host does not reach, by name, and why."""
 
     @property
     def is_silent(self) -> bool:

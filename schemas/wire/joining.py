@@ -210,6 +210,8 @@ class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
         sealed: Its transfers are encrypted.
         ends: It ends in order.
         run_id: Id of the run whose weights it has.
+        behind: Relay that it gets them from; empty for that of the run.
+        network: Network of its host: that of another host has another one, even where the names of the hosts are equal.
     """
 
     name: Name
@@ -222,6 +224,8 @@ class RelayBeat(Message, tag="relay_beat", frozen=True, kw_only=True):
     sealed: bool = True
     ends: bool = False
     run_id: RunId = ""
+    behind: Annotated[str, Meta(max_length=64)] = ""
+    network: Annotated[str, Meta(max_length=NETWORK_CHARS)] = ""
 
 
 class GetWeightsTicket(Message, tag="get_weights_ticket", frozen=True, kw_only=True):

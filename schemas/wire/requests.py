@@ -91,11 +91,22 @@ class DeclareTables(Message, tag="declare_tables", frozen=True, kw_only=True):
 
 
 class Sync(Message, tag="sync", frozen=True, kw_only=True):
-    """Ask for the current `Ack`, and report the number of abandoned rollouts."""
+    """Ask for the current `Ack`, and report the rollouts of the session.
+
+    Attributes:
+        producer: Name of the producer.
+        session: Its session.
+        abandoned: Abandoned rollouts.
+        begun: Started rollouts, abandoned ones included.
+        paused: It starts no rollouts until it says otherwise: `start_limit` falls to `begun`, and other producers get
+            the permits.
+    """
 
     producer: Name
     session: Count
     abandoned: Count = 0
+    begun: Count = 0
+    paused: bool = False
 
 
 class Goodbye(Message, tag="goodbye", frozen=True, kw_only=True):

@@ -199,7 +199,7 @@ def _waits(shown: Shown) -> dict[str, Any]:
             has_workers=isinstance(config, str) or bool(config.environment),
             trainers=board.trainer_trouble(),
             crew=counts,
-            engines=network.engine_trouble(board.network),
+            engines=network.engine_trouble(board.network, pressure.workers),
         ),
         "trainer": files.outside or waits.trainer(pressure, counts),
         "workers": waits.workers(pressure, files.unserved, counts),

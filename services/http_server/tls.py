@@ -12,7 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from rolloutmq.bus.files import regular_fd
 from rolloutmq.bus.transport.keys.key_files import require_secret
@@ -39,10 +39,18 @@ class Certificate(NamedTuple):
     Attributes:
         context: For the connections of a server.
         ends: End of the certificate, in wall-clock seconds.
+        names: Names and addresses that it is for.
     """
 
     context: ssl.SSLContext
     ends: float
+    names: tuple[str, ...] = ()
+
+    def end(self, wall: float) -> str:
+        """Return how long it lasts, and what to do."""
+        ends = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.ends))
+        state = "ended at" if self.ends <= wall else "ends at"
+        return f"the certificate {state} {ends}; write a renewed one with its key over the files"
 
 
 class ServerTls:
@@ -85,9 +93,7 @@ class ServerTls:
 
     def end(self) -> str:
         """Return how long the certificate lasts, and what to do."""
-        ends = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(self.ends))
-        state = "ended at" if self.ends <= self._wall() else "ends at"
-        return f"the certificate {state} {ends}; write a renewed one with its key over the files"
+        return self._watched.value.end(self._wall())
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
         """Give a connection the newest certificate; OpenSSL calls it in each handshake, also without a name."""
@@ -152,7 +158,9 @@ def load_certificate(cert: Path, key: Path) -> Certificate:
             f"{cert} and run.tls_key {key} must be a certificate and its private key, in PEM and without a password "
             f"({_why(error)})",
         ) from None
-    return Certificate(context, _end(context, cert))
+    found = _seen(context, cert)
+    names = tuple(str(name) for _, name in found.get("subjectAltName", ()))
+    return Certificate(context, float(ssl.cert_time_to_seconds(str(found["notAfter"]))), names)
 
 
 def problem_of_name(served: ssl.SSLContext, trusted: ssl.SSLContext, name: str) -> str:
@@ -166,22 +174,21 @@ def problem_of_name(served: ssl.SSLContext, trusted: ssl.SSLContext, name: str) 
     return ""
 
 
-def _end(context: ssl.SSLContext, cert: Path) -> float:
-    """Return the end of a certificate, from a handshake with a client that trusts it whatever its dates."""
+def _seen(context: ssl.SSLContext, cert: Path) -> dict[str, Any]:
+    """Return a certificate as a client sees it that trusts it whatever its names and dates."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname = False
     trusting.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN | _WHENEVER
     trusting.load_verify_locations(cert)
     try:
-        found = _shaken(context, trusting, None)
+        return _shaken(context, trusting, None)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(
             "run.tls_cert", f"{cert} is no certificate of a server ({error.verify_message})"
         ) from None
-    return float(ssl.cert_time_to_seconds(str(found["notAfter"])))
 
 
-def _shaken(served: ssl.SSLContext, trusted: ssl.SSLContext, name: str | None) -> dict[str, object]:
+def _shaken(served: ssl.SSLContext, trusted: ssl.SSLContext, name: str | None) -> dict[str, Any]:
     """Return the certificate of a server as a client sees it, after a handshake in memory. SSLError: it fails."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = trusted.wrap_bio(back, there, server_hostname=name)

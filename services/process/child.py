@@ -23,6 +23,7 @@ from typing import Final
 
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_file
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
+from rolloutmq.services.process.ending import VARIABLE, note_of
 from rolloutmq.services.process.identity import (
     MARKER,
     exists,
@@ -43,7 +44,7 @@ KILL_WAIT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End of a process. `code` is its exit code, minus the signal, or None for an adopted one, where it is unknown."""
+    """End of a process. `code` is its exit code, minus the signal, or None for an adopted one that noted none."""
 
     code: int | None
 
@@ -113,8 +114,9 @@ def spawn(spec: ProcessSpec, token: str) -> Process:
         OSError: It cannot be started.
     """
     marker = marker_of(token, spec.name)
-    environment = {**DEFAULTS, **os.environ, **spec.env, MARKER: marker}
     log = Path(spec.log)
+    note = {} if spec.foreign else {VARIABLE: str(note_of(log.absolute()))}
+    environment = {**DEFAULTS, **os.environ, **spec.env, MARKER: marker, **note}
     log.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     with private_file(log, "ab") as output, nullcontext() if spec.foreign else _drain_signal_blocked():
         child = subprocess.Popen(

@@ -5,6 +5,9 @@ Every permit is settled exactly once: a group is sent, or the permit is given ba
 over all slots, the worker ends, because the environment will not recover. Errors of the broker (draining, fenced) are
 not the environment's fault and pass through.
 
+A worker that reaches no engine takes no permit, so that workers of other hosts get it. Rollouts that fail for it count
+neither against the environment.
+
 A worker takes a submitted task with a permit in hand, and settles it with a group or hands it back with the reason. A
 failed task counts against the task, never against the worker; the broker limits its deliveries.
 
@@ -112,6 +115,19 @@ class Teacher(Protocol):
         ...
 
 
+class Reach(Protocol):
+    """Whether the policy can be asked from this host; see `services.worker.openai.reach`."""
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no engine has been within reach for a while."""
+        ...
+
+    async def regained(self) -> None:
+        """Wait until one is; leave the permits to others meanwhile."""
+        ...
+
+
 OnFailure = Callable[[BaseException, str], None]
 """Called with the error of a rollout, while its traceback has the frames, and with what to say of it."""
 
@@ -146,13 +162,16 @@ class Rollouts:
         files: UserFiles | None = None,
         tracer: RolloutTracer | None = None,
         latencies: LatencyRecorder | None = None,
+        reach: Reach | None = None,
     ) -> None:
         """Prepare the slots.
 
         `evaluation_seed` makes them answer the tasks of an evaluation, seeded with it. `on_failure` is called for each
         failed rollout. `files` tell the user's frames, for the place of a rollout that took too long. `tracer`
-        traces the calls of sampled groups. `latencies` gets the duration of each rollout that made a group.
+        traces the calls of sampled groups. `latencies` gets the duration of each rollout that made a group. Without a
+        `reach` the policy is always within reach.
         """
+        self._reach = reach
         self._tracer = tracer
         self._latencies = latencies
         self.worker = worker
@@ -210,6 +229,7 @@ class Rollouts:
     async def _slot(self) -> None:
         EVALUATING.set(self._evaluates)  # in the context of this slot alone
         while True:
+            await self._within_reach()
             try:
                 permit = await self._outlet.acquire()
             except DrainingError:
@@ -223,6 +243,19 @@ class Rollouts:
             finally:
                 self.in_hand -= 1
             await asyncio.sleep(0)  # lets other slots run even if the environment never awaits
+
+    async def _within_reach(self) -> None:
+        """Wait until an engine is within reach, or the worker drains."""
+        if self._reach is None or not self._reach.is_lost:
+            return
+        waits: list[asyncio.Task[Any]] = [asyncio.create_task(self._reach.regained())]
+        if self._draining is not None:
+            waits.append(asyncio.create_task(self._draining.wait()))
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
 
     async def _task(self, permit: Permit) -> LeasedTask | None:
         """Take a submitted task, as configured. If a task is required and there is none, give the permit back."""
@@ -414,7 +447,7 @@ class Rollouts:
             self._failed(attempt, error, one_line(error))
 
     def _failed(self, attempt: "Attempt", error: BaseException, why: str) -> None:
-        self._failures += attempt.task is None
+        self._failures += attempt.task is None and not (self._reach is not None and self._reach.is_lost)
         self.error = attempt.error = why
         attempt.raised = error
         if self._on_failure is not None:

@@ -40,7 +40,7 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, SessionFencedError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.process import PERMANENT_FAILURE
-from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
+from rolloutmq.schemas.wire.control import AWAY_LIMIT, WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.http_server.tls import client_tls
 from rolloutmq.services.process.identity import start_of
@@ -55,6 +55,7 @@ from rolloutmq.services.worker.openai.call_trace import RolloutTracer
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.openai.engine_tokens import token_of
+from rolloutmq.services.worker.openai.reach import PausingReach, Reach
 from rolloutmq.services.worker.policy import CountingPolicy, NoPolicy, Policy
 from rolloutmq.services.worker.rollouts import TRACEBACK_EVERY_S, RateLimitedLog, Rollouts
 from rolloutmq.services.worker.teacher_client import TeacherClient
@@ -127,6 +128,7 @@ class Worker:
         self._evaluating: Producer | None = None
         self._rollouts: Rollouts | None = None
         self._counting: CountingPolicy | None = None
+        self._reach: Reach | None = None
         self._answers: Rollouts | None = None
         """Those that answer the evaluation beside the training; no heartbeat tells of them."""
         self._teacher: TeacherClient | None = None
@@ -173,14 +175,21 @@ class Worker:
             completions=self._counting.completions if self._counting else 0,
             completion_tokens=self._counting.tokens if self._counting else 0,
             waits_for=self._waits_for(),
+            engines_away=self._engines_away(),
             joined=self._joined,
             started=self._began,
         )
 
     def _waits_for(self) -> str:
-        if self._teacher is not None:
-            return self._teacher.wait(time.monotonic())
+        if self._teacher is not None and (told := self._teacher.wait(time.monotonic())):
+            return told
+        if self._reach is not None and self._reach.is_lost:
+            return f"no engine is within reach: {', '.join(self._reach.away)}"[:WAIT_CHARS]
         return self._engine_wait if self.state is WorkerState.STARTING else ""
+
+    def _engines_away(self) -> dict[str, str]:
+        away = self._reach.away if self._reach is not None else {}
+        return dict(list(away.items())[:AWAY_LIMIT])
 
     async def run(self, stop: Stop) -> None:
         """Run until drained or stopped.
@@ -315,6 +324,7 @@ class Worker:
             files=self._files,
             tracer=tracer,
             latencies=self._latencies,
+            reach=self._reach_of(producer),
         )
         return [producer, *evaluating]
 
@@ -341,6 +351,7 @@ class Worker:
             files=self._files,
             tracer=self._tracer,
             latencies=self._latencies,
+            reach=self._reach_of(producer),
         )
         return [producer]
 
@@ -359,7 +370,7 @@ class Worker:
             await asyncio.sleep(FILE_POLL_S)
         rng = random.Random(f"{self.config.run.seed}/{self.name}/engines")
         is_external = self.config.inference.kind == "external"
-        return await stack.enter_async_context(
+        policy = await stack.enter_async_context(
             OpenAIPolicy.opened(
                 Engines(self._addresses, rng, self._known, self._bound()),
                 known=self._known,
@@ -371,6 +382,13 @@ class Worker:
                 root=str(self.layout.model) if self.layout.connection.exists() else "",
             )
         )
+        self._reach = policy.reach
+        return policy
+
+    def _reach_of(self, producer: Producer) -> PausingReach | None:
+        if self._reach is None:
+            return None
+        return self._reach.pausing(lambda paused: producer.pause(paused=paused))
 
     def _known(self) -> PolicyVersion:
         return self._producer.policy if self._producer else PolicyVersion()

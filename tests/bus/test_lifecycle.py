@@ -74,6 +74,7 @@ def test_a_drain_that_came_too_early_arrives_when_the_handler_stands() -> None:
         (PackageMissingError("the package x", "install it"), PERMANENT_FAILURE, "the package x is missing"),
         (ConfigError("model.path", "is bad"), PERMANENT_FAILURE, "error: model.path: is bad"),
         (RefusedError(ErrorCode.FORBIDDEN, "no"), PERMANENT_FAILURE, "request refused (forbidden): no"),
+        (RefusedError(ErrorCode.VERSION, "other"), PERMANENT_FAILURE, "request refused (version): other"),
         (RefusedError(ErrorCode.CONFLICT, "no"), 1, "request refused (conflict): no"),
         (NothingToLearnError(100, "flat"), PERMANENT_FAILURE, "flat"),
         (RecordVersionError("journal", 2, 3), PERMANENT_FAILURE, "got version 2, this one reads version 3"),

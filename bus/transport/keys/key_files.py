@@ -1,5 +1,6 @@
 """Files with secrets of a run on a network: written for their user alone, and refused if anybody else may read them."""
 
+import codecs
 import os
 import stat
 from pathlib import Path
@@ -41,8 +42,10 @@ def read_secret(path: Path, kind: type[_T], remedy: str) -> _T:
         raise UnusablePathError(str(path), error.strerror or str(error)) from error
     if len(data) > FILE_LIMIT_BYTES:
         raise ConfigError(str(path), f"is larger than {FILE_LIMIT_BYTES >> 20} MiB; {remedy}")
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ConfigError(str(path), f"is UTF-16, as some editors save it; save it as UTF-8, or {remedy}")
     try:
-        return decode_json(data, kind)
+        return decode_json(data.removeprefix(codecs.BOM_UTF8), kind)
     except msgspec.DecodeError as error:
         raise ConfigError(str(path), f"is damaged, or no key file: {error}; {remedy}") from None
 

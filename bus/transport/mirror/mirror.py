@@ -61,6 +61,7 @@ class Mirror:
         apart: Added to the name of the usual directory, for programs that share theirs with no others.
         asks: Its programs ask the HTTP servers of the run, with the token of the key.
         serves: Its programs have an HTTP server, which with a key asks for tokens.
+        name: Name of the command, for its own configuration in a directory that it may share.
         pauses: Once the address serves a fresh run, write nothing until `follow`: programs of the old one end first.
 
     Attributes:
@@ -83,9 +84,12 @@ class Mirror:
         apart: str = "",
         asks: bool = False,
         serves: bool = False,
+        name: str = "",
         pauses: bool = False,
     ) -> None:
         self.copy: RunCopy | None = None
+        self._name = name
+        self._config: RunConfig | None = None
         self.changes = 0
         self.refused: ConfigError | None = None
         self.problem = "the run was not asked yet"
@@ -114,6 +118,12 @@ class Mirror:
         """The directory, after `ready`."""
         assert self.copy is not None, "the run has not answered yet"
         return self.copy.layout
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration of this host, after `ready`."""
+        assert self._config is not None, "no configuration was accepted yet"
+        return self._config
 
     async def ready(self) -> None:
         """Wait without a limit until the directory has a configuration; `run` must run beside.
@@ -225,7 +235,7 @@ class Mirror:
         if self.copy is None:
             # By the first address: another one of the same broker is the same run.
             directory = directory_of(run, self._connection.addresses[0], self._given, self._apart)
-            self.copy = RunCopy(RunLayout(directory), self._connection)
+            self.copy = RunCopy(RunLayout(directory), self._connection, self._name)
             logger.info("run of another host run=%s address=%s directory=%s", run, address, directory)
         return self.copy
 
@@ -259,7 +269,8 @@ class Mirror:
         except ConfigError as error:
             self.refused = error
         else:
-            copy.take_config(self._with_access(config, copy))
+            self._config = self._with_access(config, copy)
+            copy.take_config(self._config)
             self.refused = None
             self.changes += 1
         self._digest = reply.digest

@@ -46,15 +46,17 @@ Accept = Callable[[bytes, RunLayout], RunConfig]
 
 
 class RunCopy:
-    """One directory. The caller is the only one who writes `config.json` and `endpoints.json` in it.
+    """One directory. Commands that share it have a configuration each: what an engine listens on is not a relay's.
 
     Args:
         layout: The directory, which exists.
         connection: How this host reaches the run.
+        name: Name of the command whose configuration it is; empty for one that shares the directory with no others.
     """
 
-    def __init__(self, layout: RunLayout, connection: Connection) -> None:
+    def __init__(self, layout: RunLayout, connection: Connection, name: str = "") -> None:
         self.layout = layout
+        self._configs = [layout.config, *([layout.own_config(name)] if name else [])]
         self._marks: dict[str, str] = {}
         self._written: dict[str, tuple[tuple[int, int], float]] = {}
         """Inode and time of each engine's file as it was last seen to change, and when that was by this clock."""
@@ -90,8 +92,9 @@ class RunCopy:
             path.unlink(missing_ok=True)
 
     def take_config(self, config: RunConfig) -> None:
-        """Replace the configuration."""
-        write_json(self.layout.config, config)
+        """Replace the configuration of the command. `config.json` is that of the last command, and for tools."""
+        for path in self._configs:
+            write_json(path, config)
 
     def take_token(self, token: str) -> Path | None:
         """Keep the token for the run's HTTP servers; return its file, None without a token."""

@@ -5,13 +5,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from rolloutmq.bus.rundir import read_run
 from rolloutmq.bus.transport.mirror.run_copy import Accept
 from rolloutmq.launch.commands.remote.own_code import OwnCode
 from rolloutmq.schemas.config.base import location_of, problem_of
-from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ConfigError, RolloutMQError
+from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
 
 
@@ -70,17 +68,13 @@ def training(model: Path | None) -> Accept:
             )
         if model is not None and not model.is_dir():
             raise ConfigError("--model", f"there is no directory {model}")
-        config = config.model_copy(update={"inference": _served(config, layout)})
         return _placed(config, layout, layout.root, model.resolve() if model is not None else None)
 
     return accept
 
 
 def receiving(data: bytes, layout: RunLayout) -> RunConfig:
-    """Accept a configuration for a relay: the run streams its weights.
-
-    What an engine beside has chosen in this directory stays: its address, and the directory of the model.
-    """
+    """Accept a configuration for a relay: the run streams its weights."""
     config = told(data)
     if config.weights.backend != "stream":
         raise ConfigError(
@@ -88,40 +82,12 @@ def receiving(data: bytes, layout: RunLayout) -> RunConfig:
             f"must be stream, or the run sends no weights to other hosts (got {config.weights.backend}); "
             "set it in the configuration of the run",
         )
-    config = config.model_copy(update={"inference": _served(config, layout)})
-    return _placed(config, layout, layout.root, _model_of(layout))
-
-
-def _model_of(layout: RunLayout) -> Path | None:
-    try:
-        found = read_run(layout.root)[0].model.path
-    except RolloutMQError:
-        return None
-    return Path(found) if found else None
-
-
-def _served(config: RunConfig, layout: RunLayout) -> InferenceConfig:
-    """Return the section of the engines, with the address that an engine beside has chosen in this directory."""
-    try:
-        found = read_run(layout.root)[0].inference
-    except RolloutMQError:
-        return config.inference
-    kept = {key: getattr(found, key) for key in ("host", "port", "insecure")}
-    return config.inference.model_copy(update=kept)
-
-
-def _certificate(layout: RunLayout) -> dict[str, Path | None]:
-    """Return the certificate that an engine beside has chosen in this directory."""
-    try:
-        found = read_run(layout.root)[0].run
-    except RolloutMQError:
-        return {}
-    return {"tls_cert": found.tls_cert, "tls_key": found.tls_key}
+    return _placed(config, layout, layout.root, None)
 
 
 def _placed(config: RunConfig, layout: RunLayout, base_dir: Path, model: Path | None) -> RunConfig:
     """Return the configuration with the paths of this host."""
-    run = config.run.model_copy(update={"dir": layout.root, "http_token_file": None, **_certificate(layout)})
+    run = config.run.model_copy(update={"dir": layout.root, "http_token_file": None})
     found = config.model
     if found.path:
         found = found.model_copy(update={"path": str(model or layout.model), "tokenizer": "", "revision": ""})

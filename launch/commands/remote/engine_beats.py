@@ -7,6 +7,7 @@ find it wherever they are.
 import logging
 import re
 import socket
+import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Final
 import msgspec
 
 from rolloutmq.bus.log_throttle import WaitLog
-from rolloutmq.bus.rundir import load_run, read_json
+from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.bindings import http_url
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
@@ -27,7 +28,7 @@ from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import InferenceAddress, RunLayout
 from rolloutmq.schemas.network.address import is_loopback
 from rolloutmq.schemas.wire.joining import EngineBeat, EngineState
-from rolloutmq.services.http_server.tls import load_certificate
+from rolloutmq.services.http_server.tls import load_certificate, problem_of_name
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +71,35 @@ class Served:
         """Whether tokens reach it from other machines without encryption."""
         return self.has_tokens and self.tls_cert is None and not is_loopback(self.host)
 
-    def check(self) -> None:
-        """Read the certificate; raises what `load_certificate` raises."""
-        if self.tls_cert is not None and self.tls_key is not None:
-            load_certificate(self.tls_cert, self.tls_key)
+    def check(self, address: str, ca: str = "") -> None:
+        """Require a certificate that clients accept, if there is one. Without it no worker could ask the engine.
+
+        Args:
+            address: Address at which this host reaches the broker.
+            ca: What clients trust, in PEM; empty if it is not known, and not compared.
+
+        Raises:
+            ConfigError: It has ended, is of another authority, or does not name the host of the engine; or a file
+                cannot be used.
+            NotPrivateError: Others may read the key.
+        """
+        if self.tls_cert is None or self.tls_key is None:
+            return
+        found = load_certificate(self.tls_cert, self.tls_key)
+        if found.ends <= (now := time.time()):
+            raise ConfigError("--tls-cert", found.end(now))
+        trusted = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        trusted.load_verify_locations(None if ca else self.tls_cert, cadata=ca or None)
+        if not ca:
+            trusted.verify_flags |= ssl.VerifyFlags.VERIFY_X509_PARTIAL_CHAIN
+        host = self._host(address).strip("[]")
+        if problem := problem_of_name(found.context, trusted, host):
+            raise ConfigError(
+                "--tls-cert",
+                f"workers reach the engine as {host}, and do not accept {self.tls_cert} ({problem}); it names "
+                f"{', '.join(found.names) or 'no host'}: name this host in it, give --advertise one that it names, or "
+                "sign it by the authority of the run (`rolloutmq keys tls`)",
+            )
 
     def accepting(self, accept: Accept) -> Accept:
         """Return how a configuration is accepted with this address."""
@@ -101,9 +127,11 @@ class Served:
             address: Address at which this host reaches the broker.
         """
         port = _PORT.search(own)
-        host = self.advertise or (own_host(host_of(address)) if self.host in {"0.0.0.0", "::"} else self.host)
         scheme = own.partition("://")[0]
-        return http_url(host, int(port[1]), scheme) if port else own
+        return http_url(self._host(address), int(port[1]), scheme) if port else own
+
+    def _host(self, address: str) -> str:
+        return self.advertise or (own_host(host_of(address)) if self.host in {"0.0.0.0", "::"} else self.host)
 
 
 class EngineBeats:
@@ -140,7 +168,9 @@ class EngineBeats:
             if found is None and not layout.weights.exists():
                 if log.is_due("weights", now := time.monotonic()):
                     logger.warning(
-                        "waiting for=weights waited_s=%.0f: %s", log.waited_s(now), _no_weights(layout)
+                        "waiting for=weights waited_s=%.0f: %s",
+                        log.waited_s(now),
+                        _no_weights(layout, mirror.config),
                     )
             else:
                 log.over()
@@ -149,9 +179,9 @@ class EngineBeats:
         await send_beats(mirror, self._name, read, beat)
 
 
-def _no_weights(layout: RunLayout) -> str:
+def _no_weights(layout: RunLayout, config: RunConfig) -> str:
     """Return what an engine without weights lacks: a relay, or a trainer beside it."""
-    backend = load_run(layout.root)[0].weights.backend
+    backend = config.weights.backend
     if backend == "stream":
         return (
             f"no relay has written {layout.weights}; start `rolloutmq relay` on this host, or look at its log"

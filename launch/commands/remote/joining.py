@@ -15,7 +15,6 @@ Nothing gives up while the broker is away: the programs wait with their groups, 
 
 import asyncio
 import logging
-import re
 import secrets
 import sys
 from collections.abc import Awaitable, Callable
@@ -26,7 +25,7 @@ from typing import Any, Final
 from rolloutmq.bus.lifecycle import IN_USE
 from rolloutmq.bus.producer.resend import resend_spools
 from rolloutmq.bus.producer.spool_file import SET_ASIDE
-from rolloutmq.bus.rundir import load_run
+from rolloutmq.bus.rundir import OWN_CONFIG
 from rolloutmq.bus.transport.keys.bundle import OWN_KEY
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.run_copy import Accept
@@ -43,7 +42,6 @@ from rolloutmq.services.process.runner import Stop, run_service
 
 logger = logging.getLogger(__name__)
 
-_FAILED_EXIT: Final = re.compile(r"exit code [1-9]")
 RESEND_S: Final = 5.0
 """Time between two looks for groups that ended workers have left."""
 
@@ -97,6 +95,7 @@ def join(joining: Joining) -> int:
             apart=joining.name if joining.is_alone else "",
             asks=joining.is_alone,
             serves=joining.serves,
+            name=joining.name,
             pauses=True,
         )
         refreshing = asyncio.create_task(mirror.run(), name="mirror")
@@ -133,7 +132,7 @@ class Crew:
         self._joining = joining
         self._mirror = mirror
         self._layout = mirror.layout
-        config, _ = load_run(self._layout.root)
+        config = mirror.config
         self._limits = config.orchestrator
         self._earlier = EarlierRun(self._layout, joining.name, joining.own)
         self._identities = self._layout.root / f"joined-{joining.name}.json"
@@ -242,6 +241,9 @@ class Crew:
 
     def _specs(self) -> list[ProcessSpec]:
         module, run_dir = "rolloutmq.launch.service_process", str(self._layout.root)
+        key = self._joining.connection.key
+        own = {OWN_CONFIG: str(self._layout.own_config(self._joining.name).absolute())}
+        own |= {OWN_KEY: key} if key else {}
         return [
             ProcessSpec(
                 name=name,
@@ -250,7 +252,7 @@ class Crew:
                 log=str(self._layout.log(name)),
                 # Who lost its place to a process of another host would only take it back, and both without end.
                 hopeless=(2, PERMANENT_FAILURE, IN_USE),
-                env={OWN_KEY: self._joining.connection.key} if self._joining.connection.key else {},
+                env=own,
             )
             for name, role, words in self._joining.programs
         ]
@@ -287,7 +289,7 @@ class Crew:
     def _require_orderly_end(self) -> None:
         """Raise if a program could not do what was left for it to do: its groups may be lost."""
         for view in self._programs.views().values():
-            if view.phase is Phase.ENDED and _FAILED_EXIT.match(view.reason):
+            if view.phase is Phase.ENDED and view.code is not None and view.code > 0:
                 log = str(self._layout.log(view.name))
                 raise CrewFailedError(view.name, view.reason, log, "failed while it ended")
 

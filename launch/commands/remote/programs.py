@@ -111,7 +111,8 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
     """
     name = f"{FIRST}.{way.base}"
     _require_names([name])
-    served.check()
+    connection = way.connection
+    served.check(connection.addresses[0], load_bundle(Path(connection.key)).ca if connection.key else "")
     beats = EngineBeats(name, served)
     programs = ((name, Role.INFERENCE, ("inference", "--engine", name)),)
     accept = served.accepting(training(model))
@@ -172,7 +173,7 @@ def join_relay(passing: Passing, way: Way) -> int:
     words += ["--listen", passing.listen] if passing.listen else []
     words += ["--behind", passing.behind] if passing.behind else []
     programs = (("relay", Role.RELAY, tuple(words)),)
-    beats = RelayBeats(name, passing.listen, passing.advertise)
+    beats = RelayBeats(name, passing.listen, passing.advertise, passing.behind)
     return join(
         Joining(
             *("relay", programs, way.connection, receiving, way.directory, way.grace_s, beats.run),

@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
+from rolloutmq.bus.engine_registry import own_network
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
@@ -33,11 +34,13 @@ class RelayBeats:
         name: Its name, `relay.NAME`.
         listen: Address at which it serves further relays; empty for none.
         advertise: Host by which they reach it; empty for the one of `listen`, or that which reaches the run.
+        behind: Relay that it gets the weights from; empty for that of the run.
     """
 
     name: str
     listen: str = ""
     advertise: str = ""
+    behind: str = ""
 
     async def run(self, mirror: Mirror, layout: RunLayout) -> None:
         """Send heartbeats until cancelled; then say that the relay ends."""
@@ -70,6 +73,8 @@ class RelayBeats:
             sealed=serves.sealed if serves is not None else True,
             ends=ends,
             run_id=told.run_id,
+            behind=self.behind,
+            network=own_network(),
         )
 
     def _host(self, address: str) -> str:

@@ -4,7 +4,7 @@ With pacing, the sequences of a lane between permit and settlement stay within `
 * share`. A rollout started now is then trained on at most `max_staleness` steps later. Sequences are counted as they
 are, so groups smaller than announced never leave the trainer without a batch. A lane's permits are shared evenly
 among its producers, each with at most its `slots` at once. Without pacing only the marks bind. Announced limits never
-fall.
+fall, but for a producer that pauses: the others get its unused permits.
 
 With batches by tokens, a batch is as many sequences as the recent ones had on average. Once a lane's share of that is
 queued but is less than its share of the tokens, because sequences got shorter, their own mean length counts. Pacing
@@ -116,7 +116,7 @@ class RolloutPermits:
 
     def _pace(self, lane: Lane, share: float, now: float) -> None:
         sessions = self._credits.producers(lane)
-        open_ = [session for session in sessions if not session.draining]
+        open_ = [session for session in sessions if session.begins]
         free, reason = self._free(lane, share)
         room, full = self._credits.starts(lane)
         if room < free or not lane.rule.pacing:
@@ -129,8 +129,8 @@ class RolloutPermits:
         for session in sessions:
             wait = self._credits.wait(session)
             fewer = held_back and session.starts_out < session.slots
-            open_to_begin = not session.draining and (self.stalled or fewer)
-            if wait is Wait.NONE and idle and not session.draining and (fewer or session.takes):
+            open_to_begin = session.begins and (self.stalled or fewer)
+            if wait is Wait.NONE and idle and session.begins and (fewer or session.takes):
                 wait = Wait.NO_TASKS  # permits without a task are unused: no limit is reached
             elif wait is Wait.NONE and open_to_begin:
                 wait = reason
@@ -167,7 +167,7 @@ class RolloutPermits:
         """
         paced = session.lane.rule.pacing
         window = session.slots if paced else self._credits.open_window(session)
-        if session.draining or session.starts_out * 2 > window:
+        if not session.begins or session.starts_out * 2 > window:
             return False
         if not paced and not self.stalled:
             self._grant([session], self._credits.starts(session.lane)[0], paced=False)

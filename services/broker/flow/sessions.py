@@ -71,7 +71,8 @@ class ProducerSession:
         closed: The producer closed it.
         promised_bytes: The announced byte limit; never falls.
         granted_bytes: The byte limit backed by room; falls when a grant is reclaimed.
-        start_limit: Rollouts it may have started; never falls.
+        start_limit: Rollouts it may have started; falls while it is paused alone.
+        paused: It starts no rollouts, and has no unused permits.
         charged_starts, charged_bytes: Its part of the sums in `ByteCredits`.
         produced: Groups it reports as finished.
         takes: Its requests that wait for a task.
@@ -82,7 +83,7 @@ class ProducerSession:
     __slots__ = (
         "_later", "_touched", "abandoned", "accepted_at", "acked_at", "alive", "arena", "arena_ref", "charged_bytes",
         "charged_starts", "closed", "draining", "granted_at", "granted_bytes", "heard_at", "host", "key", "lane",
-        "number", "pid", "produced", "produced_before", "producer", "promised_bytes", "slots",
+        "number", "paused", "pid", "produced", "produced_before", "producer", "promised_bytes", "slots",
         "start_limit", "tables", "takes", "topped_at", "wait", "window",
         "without_arena",
     )  # fmt: skip
@@ -116,6 +117,7 @@ class ProducerSession:
         self.alive = True
         self.closed = False
         self.draining = False
+        self.paused = False
         self.wait = Wait.NONE
         self.takes = 0
         self.heard_at = now
@@ -140,6 +142,11 @@ class ProducerSession:
     def evaluates(self) -> bool:
         """Whether its groups are for evaluation: no trainer consumes them."""
         return self.lane.split is Split.EVAL
+
+    @property
+    def begins(self) -> bool:
+        """Whether it starts rollouts as it gets permits."""
+        return not self.draining and not self.paused
 
     @property
     def used(self) -> int:
@@ -228,7 +235,7 @@ class ProducerSessions:
             self._sessions[session.number] = session
         known.current = session.number
         known.latest = max(known.latest, session.number)
-        session.alive, session.closed, session.draining = True, False, False
+        session.alive, session.closed, session.draining, session.paused = True, False, False, False
         session.slots, session.pid, session.host = request.slots, request.pid, request.host
         session.key = request.key
         session.heard_at = session.accepted_at = now
@@ -261,7 +268,7 @@ class ProducerSessions:
         """Begin a life of the broker: no producer has shown life yet."""
         self.touched.clear()
         for session in self:
-            session.alive = False
+            session.alive = session.paused = False
             session.granted_bytes = session.promised_bytes = session.start_limit = 0
             session.heard_at = session.accepted_at = session.granted_at = now
 

@@ -17,6 +17,8 @@ from rolloutmq.services.broker.broker_state import refuse
 
 GONE_S: Final = 30.0
 """Silence after which a relay is forgotten."""
+TAKEN_S: Final = 10.0
+"""Silence after which a relay of another host may have the name: a host that starts again has another network."""
 RELAYS_LIMIT: Final = 1024
 PREFIX: Final = "relay."
 
@@ -49,6 +51,12 @@ class Relays:
                 f"name: belongs to another key (got {beat.name} with key {key}); wait {GONE_S:.0f} seconds if "
                 "this key replaces that one, else use another name",
             )
+        if known is not None and _is_elsewhere(known.beat, beat) and now - known.at <= TAKEN_S:
+            return refuse(
+                ErrorCode.FORBIDDEN,
+                f"name: a relay of another host called {known.beat.host} has it (got {beat.name} of host {beat.host}); "
+                "give each relay a --name of its own",
+            )
         if beat.ends:
             self._known.pop(beat.name, None)
             return Ok()
@@ -71,6 +79,12 @@ class Relays:
             return refuse(
                 ErrorCode.UNKNOWN, f"relay: no relay {name} is heard (those that serve others: {names})"
             )
+        if circle := self._circle(name):
+            return refuse(
+                ErrorCode.INVALID,
+                f"relay: {' and '.join(circle)} get the weights from each other, and none from the run; start one of "
+                "them without --behind",
+            )
         beat = known.beat
         parts = host_and_port(beat.serves)
         if parts is None:
@@ -79,6 +93,15 @@ class Relays:
             )
         made = ticket.issue(beat.secret, key or "without a key", beat.at + max(0.0, now - known.at))
         return WeightsTicket(port=parts[1], host=parts[0], shown=made.shown, key=made.key, sealed=beat.sealed)
+
+    def _circle(self, name: str) -> list[str]:
+        """Return the relays of the circle that a relay is part of, or gets the weights from; empty if there is none."""
+        chain = [name]
+        while (known := self._known.get(chain[-1])) is not None and known.beat.behind:
+            if known.beat.behind in chain:
+                return chain[chain.index(known.beat.behind) :]
+            chain.append(known.beat.behind)
+        return []
 
     def report(self, now: float) -> tuple[JoinedRelay, ...]:
         """Return the relays, by name."""
@@ -94,3 +117,7 @@ class Relays:
             )
             for name, known in sorted(self._known.items())[:KEYS_SHOWN]
         )
+
+
+def _is_elsewhere(known: RelayBeat, beat: RelayBeat) -> bool:
+    return (known.host, known.network) != (beat.host, beat.network)

@@ -105,8 +105,8 @@ class SharedRun:
         """Time of the last heartbeat of each engine of another host."""
         self._owners: dict[str, str] = {}
         """Key that sends the heartbeats of an engine, as long as it is heard."""
-        self._hosts: dict[str, str] = {}
-        """Host of each engine, as its heartbeats tell."""
+        self._hosts: dict[str, tuple[str, str]] = {}
+        """Host and network of each engine, as its heartbeats tell."""
         self._versions: dict[str, tuple[PolicyVersion | None, float]] = {}
         """Version of each engine, and the time when it told another one."""
         self._behind: dict[str, float] = {}
@@ -153,7 +153,7 @@ class SharedRun:
         return tuple(
             JoinedEngine(
                 name=name,
-                host=self._hosts.get(name, ""),
+                host=self._hosts.get(name, ("", ""))[0],
                 key=self._owners.get(name, ""),
                 silent_s=max(0.0, now - at),
                 version=self._versions[name][0] if name in self._versions else None,
@@ -306,12 +306,14 @@ class SharedRun:
             )
         if (gone := other_run(self.name, self._run_id, engine.run_id)) is not None:
             return gone
-        other = self._hosts.get(engine.name, beat.host)
-        if other != beat.host and now - self._beats.get(engine.name, -math.inf) <= TAKEN_S:
+        other, network = self._hosts.get(engine.name, (beat.host, engine.network))
+        # Copies of one machine have equal names of their host, but each has a network of its own.
+        is_other = other != beat.host or network != engine.network
+        if is_other and now - self._beats.get(engine.name, -math.inf) <= TAKEN_S:
             return refuse(
                 ErrorCode.FORBIDDEN,
-                f"name: an engine of host {other} has it (got {engine.name} of host {beat.host}); give each engine a "
-                "--name of its own",
+                f"name: an engine of {'host' if other != beat.host else 'another host called'} {other} has it (got "
+                f"{engine.name} of host {beat.host}); give each engine a --name of its own",
             )
         if beat.ends:
             self._remove(engine.name)
@@ -323,7 +325,7 @@ class SharedRun:
         if engine.name not in self._beats:
             logger.info("engine of another host name=%s url=%s host=%s", engine.name, engine.url, beat.host)
         self._beats[engine.name] = now
-        self._hosts[engine.name] = beat.host
+        self._hosts[engine.name] = beat.host, engine.network
         if (
             self._versions.get(engine.name, (None, 0.0))[0] != engine.version
             or engine.name not in self._versions

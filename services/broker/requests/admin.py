@@ -221,7 +221,10 @@ class AdminRequests:
         return Ok()
 
     def forget(self, wall: float, lost: int) -> None:
-        """Clear the state for a reset; `lost` counts the groups of silent sessions."""
+        """Clear the state for a reset; `lost` counts the groups of silent sessions.
+
+        Settings that an operator has changed stay: live values, and pinned numbers of workers.
+        """
         state = self._state
         state.consumers.clear()
         state.ledger.lost += lost
@@ -234,6 +237,5 @@ class AdminRequests:
         state.tasks.reset()
         state.run.reset()
         state.newest.clear()
-        state.wanted.clear()
         state.permits.batch_sequences = state.run.batch_sequences
         state.permits.batch_tokens = state.run.batch_tokens

@@ -146,7 +146,17 @@ class ProducerRequests:
         if request.abandoned > session.abandoned:
             self._state.credits.abandoned(session, request.abandoned)
             self._state.permits.pace(session.lane, now)
+        if request.paused or session.paused:
+            self._pause(session, request, now)
         return self._state.ack_schedule.of(session)
+
+    def _pause(self, session: ProducerSession, request: Sync, now: float) -> None:
+        """Take unused permits back from a producer that starts no rollouts, and grant some once it goes on."""
+        session.paused = request.paused
+        if request.paused and session.start_limit > (limit := max(session.used, request.begun)):
+            session.start_limit = limit
+            self._state.credits.charge(session)
+        self._state.permits.pace(session.lane, now)
 
     def goodbye(self, request: Goodbye, now: float) -> Ok | ErrorReply:
         """Close a session; a repetition changes nothing."""

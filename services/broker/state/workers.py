@@ -179,6 +179,7 @@ class Workers:
                 untaught=beat.untaught,
                 waits_for=beat.waits_for,
                 joined=beat.joined,
+                engines_away=beat.engines_away,
             )
             for worker, (beat, at) in sorted(self._beats.items())
         )

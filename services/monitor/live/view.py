@@ -259,7 +259,7 @@ def wait_lines(board: RunState, pressure: Pressure, now: float) -> list[Text]:
         rows.append(_row("workers", "wait: ", text(reason, "yellow")))
     else:
         rows.append(_row("workers", _activity(board, now)))
-    if trouble := network.engine_trouble(board.network):
+    if trouble := network.engine_trouble(board.network, pressure.workers):
         rows.append(_row("engines", text(trouble, "yellow")))
     return rows
 

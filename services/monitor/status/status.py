@@ -221,7 +221,7 @@ def _why(reply: StatusReply, also: RunDetails) -> str:
         has_workers=also.has_workers,
         trainers=trouble(reply.pressure, reply.total_steps, is_own=also.is_own_trainer),
         crew=_counts(reply, also.crew),
-        engines=network.engine_trouble(reply.network),
+        engines=network.engine_trouble(reply.network, reply.pressure.workers),
     )
 
 
@@ -238,6 +238,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     pressure = reply.pressure
     total = f" of {reply.total_steps}" if reply.total_steps else ""
     held = pressure.queued_bytes + pressure.leased_bytes
+    unreached = network.unreachable(pressure.workers)
     rows = [
         ("run", f"{reply.run}, {_up(reply, also.ran_s)}, durability {reply.durability}"),
         *([("insecure", format.insecure(pressure.insecure))] if pressure.insecure else []),
@@ -265,7 +266,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         *([("metrics", also.record)] if also.record else []),
         ("workers", _workers(reply, also.crew)),
         *(line for row in also.crew or () if row.is_unwell for line in _unwell(row)),
-        *(("engine", _engine(one, wall)) for one in also.engines),
+        *(("engine", _engine(one, wall, unreached)) for one in also.engines),
         *((label, text) for label, text, _ in network.lines(reply.network, pressure.workers)),
         *(("gpu", gpus.line(record.sample, record.standing)) for record in also.book.gpus),
         *(("limit", f"{env}: {reason}") for env, reason in also.book.limits.items()),
@@ -369,7 +370,7 @@ def _split(lane: LaneStatus) -> str:
     return " (eval)" if lane.split is Split.EVAL else ""
 
 
-def _engine(engine: InferenceAddress, wall: float) -> str:
+def _engine(engine: InferenceAddress, wall: float, unreached: Mapping[str, str]) -> str:
     text = f"{engine.name}: pid {engine.pid}, {engine.url}"
     if not engine.number:
         return text
@@ -377,6 +378,7 @@ def _engine(engine: InferenceAddress, wall: float) -> str:
         return f"{text}, silent for {format.clock(silent_s)}"
     text += f", {engine.in_hand} requests in hand, {engine.busy:.0%} busy"
     text += f", {engine.trouble}" if engine.trouble else ""
+    text += f", {unreached[engine.name]}" if engine.name in unreached else ""
     return f"{text}, draining" if engine.draining else text
 
 

@@ -26,6 +26,7 @@ from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.monitor.status.trainers import NO_TROUBLE, TrainerTrouble
 from rolloutmq.services.monitor.status.worker_view import in_order
 from rolloutmq.services.monitor.text import format
+from rolloutmq.services.monitor.text.network import ENGINE_AWAY
 
 Found = TypeVar("Found")
 EXPIRED_PART: Final = 0.1
@@ -76,7 +77,8 @@ def _outside(pressure: Pressure) -> str:
     if not waiting:
         return ""
     first, others = waiting[0], len(waiting) - 1
-    reason = ENGINE_AWAY if first.state is WorkerState.STARTING else TEACHER_AWAY
+    is_apart = first.state is WorkerState.STARTING or first.engines_away
+    reason = ENGINE_AWAY if is_apart else TEACHER_AWAY
     text = f"{reason}, worker {first.worker}: {printable(first.waits_for)}"
     return f"{text}; {others} other worker{'s wait' if others > 1 else ' waits'} too" if others else text
 
@@ -125,7 +127,7 @@ def explain(
             gateway.
         trainers: What is wrong with the trainers, see `trainers.trouble`.
         crew: Number of workers by state.
-        engines: Which engines lag or do not answer, see `text.network.engine_trouble`.
+        engines: Which engines are out of reach, lag or do not answer, see `text.network.engine_trouble`.
     """
     why = _waits(pressure, outside, unserved, trainers, crew) or _no_wait(pressure, crew, has_workers)
     return "; ".join(filter(None, (why, engines)))
@@ -280,8 +282,6 @@ def _bytes(pressure: Pressure) -> str:
 
 _READY: Final = WorkerState.READY
 
-ENGINE_AWAY: Final = "engine_away"
-"""A worker starts no rollout, and holds no permit: no engine is within its reach."""
 TEACHER_AWAY: Final = "teacher_away"
 """Finished rollouts wait for the teacher's log-probabilities."""
 

@@ -1,13 +1,16 @@
 """Other hosts as lines of a label and a text, for status, `top` and the page. Pure."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from rolloutmq.schemas.printable import printable
 from rolloutmq.schemas.wire.control import WorkerStatus
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.joining import JoinedEngine, JoinedRelay, KeyUse, NetworkStatus
 
+ENGINE_AWAY: Final = "engine_away"
+"""A worker does not reach an engine; without any in its reach it starts no rollout, and holds no permit."""
 SHOWN: Final = 8
 """Most lines of one kind."""
 SILENT_S: Final = 5.0
@@ -31,18 +34,38 @@ def lines(network: NetworkStatus | None, workers: Iterable[WorkerStatus] = ()) -
     """
     if network is None:
         return []
+    unreached = unreachable(workers := list(workers))
     return [
         _listener(network),
         *_first([_key(one) for one in _relevant(network.keys)], "keys"),
         *_first([*_workers(network, workers)], "hosts with workers"),
-        *_first([_engine(one, network.version) for one in network.engines], "engines"),
+        *_first([_engine(one, network.version, unreached) for one in network.engines], "engines"),
         *_first([_relay(one, network.version) for one in network.relays], "relays"),
     ]
 
 
-def engine_trouble(network: NetworkStatus | None) -> str:
-    """Return which engines of other hosts lag or do not answer, and for how long; empty if none does."""
-    found = [] if network is None else [*filter(None, (_trouble(one, network) for one in network.engines))]
+def unreachable(workers: Iterable[WorkerStatus]) -> dict[str, str]:
+    """Return the engines that workers do not reach, by name, with the number of those workers and a reason."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for worker in workers:
+        if worker.state != "gone" and not worker.is_silent:
+            for engine, why in worker.engines_away.items():
+                found[engine].append(f"worker {worker.worker}: {why}")
+    return {
+        engine: printable(f"unreachable from {len(told)} worker{'s' * (len(told) > 1)}: {told[0]}")
+        for engine, told in sorted(found.items())
+    }
+
+
+def engine_trouble(network: NetworkStatus | None, workers: Iterable[WorkerStatus] = ()) -> str:
+    """Return which engines are out of a worker's reach, and which of other hosts lag or do not answer; empty if none.
+
+    Args:
+        network: What the broker told of other hosts.
+        workers: The workers of the run.
+    """
+    found = [f"{ENGINE_AWAY}, engine {name} is {text}" for name, text in unreachable(workers).items()]
+    found += [] if network is None else filter(None, (_trouble(one, network) for one in network.engines))
     if not found:
         return ""
     more = len(found) - 1
@@ -114,13 +137,15 @@ def _workers(network: NetworkStatus, workers: Iterable[WorkerStatus]) -> Iterato
         yield NetworkLine("joined", f"{count} on {_place(host, key)}: {names}{lost}", bool(silent))
 
 
-def _engine(engine: JoinedEngine, newest: PolicyVersion) -> NetworkLine:
+def _engine(engine: JoinedEngine, newest: PolicyVersion, unreached: Mapping[str, str]) -> NetworkLine:
     text = f"{engine.name} on {_place(engine.host, engine.key)}, heard {_ago(engine.silent_s)}"
     is_stuck = _is_stuck(engine, newest)
     if engine.version is not None:
         text += f", {_lag(engine.version, newest)}"
         text += f", unchanged for {engine.unchanged_s:.0f} s; its relay may be stuck" if is_stuck else ""
-    return NetworkLine("joined", text, engine.silent_s > SILENT_S or is_stuck)
+    if engine.name in unreached:
+        text += f"; {unreached[engine.name]}"
+    return NetworkLine("joined", text, engine.silent_s > SILENT_S or is_stuck or engine.name in unreached)
 
 
 def _relay(relay: JoinedRelay, newest: PolicyVersion) -> NetworkLine:

@@ -194,7 +194,7 @@ def sample_of(
         completion_tokens=pressure.completion_tokens.get(env, 0),
         wanted=pressure.wanted.get(env),
         untaught=sum(
-            bool(worker.waits_for)
+            bool(worker.waits_for) and not worker.engines_away
             for worker in pressure.workers
             if worker.env == env and worker.state is WorkerState.READY
         ),

@@ -151,6 +151,7 @@ class ProcessView:
         adopted: Its present life began under an earlier supervisor.
         returns: It is being ended for a failure, and starts again.
         rungs: Remaining steps, if it is being ended.
+        code: Exit code of the last life, or minus the signal that killed it; None before its end, or if it is unknown.
     """
 
     name: str
@@ -168,6 +169,7 @@ class ProcessView:
     adopted: bool = False
     returns: bool = False
     rungs: Schedule = ()
+    code: int | None = None
 
     @property
     def ends(self) -> float | None:
@@ -234,6 +236,8 @@ class _Slot:
     """Reason of the kill if it does not end soon."""
     overdue: float = math.inf
     """Time of that kill."""
+    code: int | None = None
+    """How the last life ended."""
 
     @property
     def is_killed(self) -> bool:
@@ -257,6 +261,7 @@ class _Slot:
             self.adopted,
             bool(self.failed),
             tuple(self.rungs),
+            self.code,
         )
 
 
@@ -395,6 +400,7 @@ class SupervisorCore:
             now: Time.
         """
         slot = self._slots[name]
+        slot.code = code
         is_done = code == 0 and slot.spec.restart is not Restart.ALWAYS and not slot.is_killed
         if slot.failed:
             self._crashed(slot, why if code and code > 0 else slot.failed, now, code)

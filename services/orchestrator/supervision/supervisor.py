@@ -37,7 +37,8 @@ from rolloutmq.services.orchestrator.supervision.core import (
     StartProcess,
     SupervisorCore,
 )
-from rolloutmq.services.process.child import Process, adopt, end_marked, spawn
+from rolloutmq.services.process.child import Exit, Process, adopt, end_marked, spawn
+from rolloutmq.services.process.ending import noted_code
 from rolloutmq.services.process.logbook import last_lines, last_message
 from rolloutmq.services.process.stacks import fault_in
 
@@ -272,6 +273,8 @@ class Supervisor:
             return
         name = process.identity.name
         self._let_go(process)
+        noted = noted_code(Path(self._specs[name].log), process.identity)
+        found = Exit(noted) if found.code is None else found
         why = str(found)
         if found.code is not None and found.code > 0 and (line := self._last_message(name)):
             why = f"{found}: {line}"

@@ -6,6 +6,9 @@ of the call is over. Each attempt chooses among the servers registered at that m
 status is the request's fault and final. Attempts have no timeout of their own: nobody knows how long a valid answer may
 take, and asking twice would double the load of a slow server.
 
+A server that this host cannot reach is left to probes (`reach`). If no living one is within reach, a call gives up
+early, so that workers of other hosts get its permit.
+
 A client keeps its connections alive, so a call costs one round trip. Tokens of short texts and conversations are kept:
 the members of a group ask for the same ones.
 """
@@ -17,7 +20,7 @@ import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import aiohttp
 
@@ -29,6 +32,7 @@ from rolloutmq.services.worker.openai import wire
 from rolloutmq.services.worker.openai.call_latencies import CallLatencies
 from rolloutmq.services.worker.openai.call_trace import traced_call
 from rolloutmq.services.worker.openai.engine_choice import Engine, Engines
+from rolloutmq.services.worker.openai.reach import UNREACHED, Reach, reason_of
 from rolloutmq.services.worker.openai.stitching import Stitcher
 from rolloutmq.services.worker.openai.wire import Endpoint
 from rolloutmq.services.worker.trajectory import Trajectory, check_messages, continued, tokens_so_far
@@ -88,10 +92,10 @@ class OpenAIPolicy:
         self._latencies = latencies
         self._session = session
         self._engines = engines
+        self.reach = Reach(engines, self._find)
         self._known = known
         self._patience_s = patience_s
         self._token = token
-        self._address = ""
         self._logged_at = -LOG_EVERY_S
         self._stitcher = Stitcher(self)
         self._tokens: dict[bytes, list[int]] = {}
@@ -133,7 +137,11 @@ class OpenAIPolicy:
             headers=_HEADERS,
             cookie_jar=aiohttp.DummyCookieJar(),
         ) as session:
-            yield cls(session, engines, known, patience_s, token, latencies or CallLatencies(), root, tls)
+            policy = cls(session, engines, known, patience_s, token, latencies or CallLatencies(), root, tls)
+            try:
+                yield policy
+            finally:
+                await policy.reach.close()
 
     async def complete(
         self,
@@ -266,39 +274,49 @@ class OpenAIPolicy:
         text, or its patience ends; `until` is that of a caller who has waited.
         """
         until = time.monotonic() + self._patience_s if until is None else until
-        longest_s = BACKOFF_S
+        began, longest_s, address = time.monotonic(), BACKOFF_S, ""
         while True:
+            self.reach.probe()
             engine = self._engines.take(time.monotonic())
             last = await self._attempt(engine, attempt, until - time.monotonic())
-            if not isinstance(last, str):
+            if not isinstance(last, _Retry):
                 return last
-            now = time.monotonic()
-            another = engine is not None and self._engines.pass_over(engine, now)
+            now, another = time.monotonic(), last.another
             pause_s = 0.0 if another else longest_s * random.uniform(0.5, 1.0)
+            address = address if engine is None else engine.url
             if now + pause_s >= until:
-                raise PolicyUnavailableError(self._address, self._patience_s, last)
-            self._complain(last)
+                raise PolicyUnavailableError(address, self._patience_s, last.why)
+            if self.reach.is_lost:
+                raise PolicyUnavailableError(address, now - began, last.why)
+            self._complain(address, last.why)
             await asyncio.sleep(pause_s)
             longest_s = longest_s if another else min(2 * longest_s, BACKOFF_MAX_S)
 
     async def _attempt(
         self, engine: Engine | None, attempt: Callable[[Engine], Awaitable[_T | str]], limit_s: float
-    ) -> _T | str:
+    ) -> "_T | _Retry":
         """Attempt it once; return the result, or the reason to retry."""
         if engine is None:
-            return self._engines.missing
-        self._address = engine.url
+            return _Retry(self._engines.missing, another=False)
         engine.in_hand += 1
         try:
             async with asyncio.timeout(limit_s):
-                return await attempt(engine)
+                result = await attempt(engine)
+        except UNREACHED as error:
+            engine.model = ""
+            return _Retry(reason_of(error), self.reach.missed(engine, error))
         except TimeoutError:
-            return "the request timed out"
+            return self._passed(engine, "the request timed out")
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             engine.model = ""  # a restarted server may serve another model
-            return f"{type(error).__name__} {error}"
+            return self._passed(engine, f"{type(error).__name__} {error}")
         finally:
             engine.in_hand -= 1
+        self.reach.reached(engine)
+        return self._passed(engine, result) if isinstance(result, str) else result
+
+    def _passed(self, engine: Engine, why: str) -> "_Retry":
+        return _Retry(why, self._engines.pass_over(engine, time.monotonic()))
 
     async def _answered(self, engine: Engine, path: str, request: Callable[[str], bytes]) -> bytes | str:
         """Post a request to an engine; return the body, or the reason to retry."""
@@ -342,15 +360,20 @@ class OpenAIPolicy:
         async with self._session.post(engine.url + path, data=body, headers=headers) as response:
             return response.status, await response.read()
 
-    def _complain(self, why: str) -> None:
+    def _complain(self, address: str, why: str) -> None:
         """Count a retry, and log it once in a while."""
         self.retries += 1
         now = time.monotonic()
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
-            logger.warning(
-                "policy unavailable address=%s retries=%d error=%s", self._address, self.retries, why
-            )
+            logger.warning("policy unavailable address=%s retries=%d error=%s", address, self.retries, why)
+
+
+class _Retry(NamedTuple):
+    """A failed attempt: the reason, and whether another engine can be asked at once."""
+
+    why: str
+    another: bool
 
 
 def _sampling(

@@ -7,9 +7,11 @@ that start together do not pick the same engine.
 An engine whose weights have not moved for `STUCK_S`, and are older than a group may be, is not asked: every group of it
 would be dropped. If all are like this, the worker waits and says for which one.
 
-A failed engine is skipped for `PASS_S`, a silent one until its heartbeat moves, a draining one for good. If no other
-engine is left, a skipped one is asked anyway, so a single engine is never excluded. Pure except for `listed`; for one
-event loop.
+A failed engine is skipped for `PASS_S`, a silent one until its heartbeat moves, a draining one for good. One that this
+host cannot reach (a firewall, a wrong address, a certificate without its name) is `away` until a probe reaches it: each
+rollout would lose seconds at it. Probes are due after `PASS_S`, then after twice as long each, up to `PROBE_MAX_S`. If
+no other engine is left, a skipped one is asked anyway, so a single engine is never excluded. Pure except for `listed`;
+for one event loop.
 """
 
 import random
@@ -25,6 +27,11 @@ LOOK_S: Final = 0.5
 """Seconds between two reads of the engine files, which are few and small."""
 PASS_S: Final = 1.0
 """Seconds to skip a failed engine: a restart takes seconds, and a failed attempt is cheap."""
+PROBE_MAX_S: Final = 15.0
+"""Longest pause between two probes of an engine that cannot be reached."""
+GIVEN_UP_S: Final = 15.0
+"""Seconds without a way to any engine after which a worker gives its permits back; an engine that has ended is silent
+before, and rollouts wait for the next one."""
 
 STUCK_S: Final = 5.0
 """Seconds without another version after which an engine that is behind counts as stuck: it tells its version once a
@@ -52,7 +59,16 @@ class Engine:
     in_hand: int = 0
     """Unanswered requests of this worker."""
     passed_until: float = float("-inf")
+    away: str = ""
+    """Why this host does not reach it; empty if it does, or nobody has tried."""
+    away_since: float = 0.0
+    misses: int = 0
+    """Attempts in a row that did not reach it; those of one pause count once."""
+    probed: bool = False
+    """A probe is under way."""
     silent: bool = False
+    beats: bool = False
+    """It sends heartbeats, so one that ends is known to."""
     version: PolicyVersion | None = None
     """Version of its weights; None if it does not tell."""
     moved_at: float = 0.0
@@ -125,8 +141,43 @@ class Engines:
         self._look_at = now  # it may have moved
         self._look(now)
         return any(
-            not one.silent and one.passed_until <= now and not self._is_stuck(one, now)
+            not one.silent and not one.away and one.passed_until <= now and not self._is_stuck(one, now)
             for one in self._known.values()
+        )
+
+    def missed(self, engine: Engine, now: float, why: str) -> bool:
+        """Skip an engine that this host does not reach; return whether another one can be asked at once."""
+        if not engine.away:
+            engine.away_since = now
+        if now >= engine.passed_until:
+            engine.misses += 1
+        engine.away = why
+        pause_s = min(PASS_S * 2 ** min(engine.misses - 1, 8), PROBE_MAX_S)
+        another = self.pass_over(engine, now)
+        engine.passed_until = now + pause_s
+        return another
+
+    def reached(self, engine: Engine) -> None:
+        """Note that an engine has answered, whatever it said."""
+        engine.away, engine.misses, engine.passed_until = "", 0, float("-inf")
+
+    def to_probe(self, now: float) -> list[Engine]:
+        """Return the engines whose probes are due, each once until `probed` is false again."""
+        self._look(now)
+        due = [one for one in self._known.values() if one.away and not one.probed and one.passed_until <= now]
+        for one in due:
+            one.probed = True
+        return due
+
+    def away(self) -> dict[str, str]:
+        """Return the engines that this host does not reach, by name or else address, and why."""
+        return {one.name or one.url: one.away for one in self._known.values() if one.away}
+
+    def gives_up(self, now: float) -> bool:
+        """Return whether every engine is alive and has been out of reach for `GIVEN_UP_S`."""
+        alive = [one for one in self._known.values() if not one.silent]
+        return bool(alive) and all(
+            one.beats and one.away and now - one.away_since >= GIVEN_UP_S for one in alive
         )
 
     def _look(self, now: float) -> None:
@@ -143,11 +194,11 @@ class Engines:
             known[life] = engine = self._known.get(life) or Engine(
                 address.url.rstrip("/").removesuffix("/v1"), name=address.name, key=address.key
             )
-            engine.silent = silent
+            engine.silent, engine.beats = silent, address.number > 0
             if engine.version != address.version:
                 engine.version, engine.moved_at = address.version, now
         self._known = known
 
 
 def _rank(engine: Engine, now: float) -> tuple[bool, bool, int]:
-    return engine.silent, engine.passed_until > now, engine.in_hand
+    return engine.silent, bool(engine.away) or engine.passed_until > now, engine.in_hand

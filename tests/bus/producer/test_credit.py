@@ -81,6 +81,18 @@ def test_lower_limits_hold_back_what_was_not_begun() -> None:
     assert credit.arrive(permits[2])
 
 
+def test_a_pause_starts_nothing_and_what_was_granted_before_does_not_count_after_it() -> None:
+    credit = granted(3)
+    assert credit.begin() is not None
+    credit.pause(paused=True)
+    assert credit.begin() is None
+    assert not credit.may_begin_all(1)
+    credit.pause(paused=False)
+    assert credit.begin() is None, "others may have got it"
+    credit.grant(Ack(epoch=2, session=1, cumulative=0, byte_limit=0, start_limit=2))
+    assert credit.begin() is not None
+
+
 def test_a_restored_session_has_nothing_in_hand() -> None:
     credit = granted(9)
     credit.restore(produced=4, abandoned=2)

@@ -185,8 +185,10 @@ class Peer:
             self.deliver(head)
         return [head.group_id for head in heads]
 
-    def sync(self, abandoned: int = 0) -> Ack:
-        request = Sync(producer=self.name, session=self.session, abandoned=abandoned)
+    def sync(self, abandoned: int = 0, *, begun: int = 0, paused: bool = False) -> Ack:
+        request = Sync(
+            producer=self.name, session=self.session, abandoned=abandoned, begun=begun, paused=paused
+        )
         return self.bench.ask(request, Ack)
 
 

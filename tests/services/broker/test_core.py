@@ -206,6 +206,10 @@ def test_wanted_workers_are_passed_on() -> None:
     bench.ask(SetWorkers(env="e", count=3), Ok)
     bench.ask(SetWorkers(env="f", count=None), Ok)
     assert bench.pressure().wanted == {"e": 3, "f": None}
+    bench.ask(Reset(), Ok)
+    assert bench.pressure().wanted == {"e": 3, "f": None}, "autoscaling went on, and started workers"
+    bench.restart()
+    assert bench.pressure().wanted == {"e": 3, "f": None}
 
 
 # Disconnect, reset, shutdown

@@ -56,7 +56,7 @@ class Producer:
         """Groups of a process that died before it saw an ack; the broker may have them or not."""
         self.session = self.begun = self.abandoned = 0
         self.ack: Ack | None = None
-        self.gone = False
+        self.gone = self.paused = False
         self.register(resume=False)
 
     def register(self, *, resume: bool) -> None:
@@ -99,13 +99,13 @@ class Producer:
         return head
 
     def apply(self, ack: Ack) -> None:
-        """Take over an ack. Acks of one session never fall in one life of the broker."""
+        """Take over an ack. Acks of one session never fall in one life of the broker, but for one that is paused."""
         if ack.session != self.session:
             return
         if self.ack is not None and self.ack.epoch == ack.epoch:
             assert ack.cumulative >= self.ack.cumulative
             assert ack.byte_limit >= self.ack.byte_limit
-            assert ack.start_limit >= self.ack.start_limit
+            assert ack.start_limit >= min(self.ack.start_limit, self.begun if self.paused else 1 << 60)
         self.ack = ack
         gaps = int.from_bytes(ack.gaps, "little")
         for seq in list(self.spool):
@@ -115,7 +115,8 @@ class Producer:
 
     def may_begin(self) -> bool:
         assert self.ack is not None
-        return not self.gone and not self.ack.draining and self.begun < self.ack.start_limit
+        closed = self.gone or self.paused or self.ack.draining
+        return not closed and self.begun < self.ack.start_limit
 
     def produce(self, nbytes: int, sequences: int) -> None:
         assert self.ack is not None
@@ -138,7 +139,7 @@ class Producer:
 
     def sync(self) -> None:
         if not self.gone:
-            self.apply(Peer.sync(self._peer(), self.abandoned))
+            self.apply(Peer.sync(self._peer(), self.abandoned, begun=self.begun, paused=self.paused))
 
     def _peer(self) -> Peer:
         assert self.ack is not None
@@ -214,7 +215,7 @@ class Machine(RuleBasedStateMachine):
             if not producer.gone:
                 producer.transmit()
 
-    @rule(number=PRODUCER, what=st.sampled_from(["abandon", "new", "resume", "leave", "drain"]))
+    @rule(number=PRODUCER, what=st.sampled_from(["abandon", "new", "resume", "leave", "drain", "pause"]))
     def change(self, number: int, what: str) -> None:
         """Something happens to one producer."""
         producer = self.producers[number]
@@ -222,6 +223,12 @@ class Machine(RuleBasedStateMachine):
             producer.register(resume=what == "resume")
         elif what == "drain":
             self.bench.ask(Drain(worker=producer.name), Ok)
+        elif what == "pause":
+            producer.paused = not producer.paused
+            producer.sync()
+            if not producer.gone and producer.paused:
+                assert producer.ack is not None
+                assert producer.ack.start_limit <= producer.begun
         elif what == "abandon" and producer.may_begin():
             producer.begun += 1
             producer.abandoned += 1

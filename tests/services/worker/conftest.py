@@ -54,8 +54,8 @@ class FakeServer:
         self.sampler: Callable[[list[int]], list[int]] | None = None
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> str:
-        """Listen on a port of the system's choice and return the address."""
+    async def start(self, port: int = 0) -> str:
+        """Listen on a port, by default of the system's choice, and return the address."""
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._completions)
@@ -65,7 +65,7 @@ class FakeServer:
         app.router.add_post("/detokenize", self._tokenize)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
         host, port = self._runner.addresses[0][:2]
         self.url = f"http://{host}:{port}"

@@ -18,6 +18,7 @@ from rolloutmq.schemas.errors import (
     EnvironmentFailedError,
     GroupTooLargeError,
     PolicyRefusedError,
+    PolicyUnavailableError,
     SessionFencedError,
 )
 from rolloutmq.schemas.files import RunLayout
@@ -115,6 +116,71 @@ async def test_groups_go_out_until_the_outlet_drains() -> None:
     assert rollouts.error == ""
     assert {group.sequences for group in outlet.groups} == {2}
     assert {(group.started_at, group.finished_at) for group in outlet.groups} == {(4.0, 4.0)}
+
+
+class NoReach:
+    """No engine is within reach until the event is set."""
+
+    def __init__(self) -> None:
+        self.found = asyncio.Event()
+        self.asked = asyncio.Event()
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.found.is_set()
+
+    async def regained(self) -> None:
+        self.asked.set()
+        await self.found.wait()
+
+
+def reaching(outlet: FakeOutlet, scene: Scene, reach: NoReach, draining: asyncio.Event) -> Rollouts:
+    section = EnvironmentConfig(entry="a:B", group_size=2, concurrency=3, failure_limit=3)
+    return Rollouts("sort3-1", section, scene, ScriptedPolicy("1"), outlet, reach=reach, draining=draining)
+
+
+async def test_no_permit_is_taken_while_no_engine_is_within_reach() -> None:
+    """A worker behind a firewall held all permits, and those beside the engine starved."""
+    outlet, reach, draining = FakeOutlet(10), NoReach(), asyncio.Event()
+    rollouts = reaching(outlet, Scene(good), reach, draining)
+    running = asyncio.create_task(rollouts.run())
+    await reach.asked.wait()
+    assert outlet.credit.in_hand == outlet.credit.begun == 0
+    reach.found.set()
+    await running
+    assert rollouts.produced == 10
+
+
+async def test_a_worker_without_an_engine_in_reach_drains() -> None:
+    outlet, reach, draining = FakeOutlet(0), NoReach(), asyncio.Event()
+    running = asyncio.create_task(reaching(outlet, Scene(good), reach, draining).run())
+    await reach.asked.wait()
+    draining.set()
+    async with asyncio.timeout(30):
+        await running
+
+
+async def test_rollouts_that_fail_for_want_of_an_engine_are_not_the_environments_fault() -> None:
+    outlet, reach, draining = FakeOutlet(9), NoReach(), asyncio.Event()
+    reach.found.set()
+
+    async def lost(number: int, _rng: random.Random) -> None:
+        if number <= 6:
+            reach.found.clear()
+            await asyncio.sleep(0)
+            raise PolicyUnavailableError("http://far", 15.0, "no route")
+
+    async def found_again() -> None:
+        while True:
+            await reach.asked.wait()
+            reach.asked.clear()
+            reach.found.set()
+
+    finder = asyncio.create_task(found_again())
+    rollouts = reaching(outlet, Scene(lost), reach, draining)
+    await rollouts.run()
+    finder.cancel()
+    assert (rollouts.produced, rollouts.abandoned) == (3, 6)
 
 
 class Told(RolloutTracer):

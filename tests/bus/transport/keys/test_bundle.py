@@ -50,3 +50,17 @@ def test_what_is_no_key_file(tmp_path: Path) -> None:
     file.write_text('{"name": "w"}')
     with pytest.raises(ConfigError, match=r"w\.key: is damaged, or no key file"):
         load_bundle(file)
+
+
+def test_a_file_that_an_editor_has_saved_is_read_or_its_encoding_is_named(
+    bundle: Bundle, tmp_path: Path
+) -> None:
+    """It was damaged, or no key file, at byte 0."""
+    file = tmp_path / "w.key"
+    save_bundle(file, bundle)
+    text = file.read_text()
+    file.write_text(text, encoding="utf-8-sig")
+    assert load_bundle(file) == bundle
+    file.write_text(text, encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"w\.key: is UTF-16, as some editors save it; save it as UTF-8"):
+        load_bundle(file)

@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.rundir import OWN_CONFIG, load_run
+from rolloutmq.bus.transport.mirror.run_copy import RunCopy
 from rolloutmq.bus.transport.mirror.shared_config import shared
 from rolloutmq.launch.commands.remote.configured import reading, receiving, rolling, told, training
+from rolloutmq.launch.commands.remote.engine_beats import Served
 from rolloutmq.launch.commands.remote.own_code import OwnCode
 from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import Connection, RunLayout
 
 TRAINED = {"trainer": {"learning_rate": 1e-6}, "model": {"path": "/their/model", "tokenizer": "/their/words"}}
 
@@ -53,13 +56,30 @@ def test_a_relay_needs_a_run_that_streams_its_weights(tmp_path: Path) -> None:
         receiving(shared(validate(TRAINED)), RunLayout(tmp_path))
 
 
-def test_a_relay_keeps_what_an_engine_beside_has_chosen(tmp_path: Path) -> None:
-    layout, model = RunLayout(tmp_path), tmp_path / "model"
-    model.mkdir()
-    data = shared(validate({**TRAINED, "weights": {"backend": "stream"}}))
-    assert receiving(data, layout).model.path == str(layout.model)
-    chosen = training(model)(data, layout)
-    inference = chosen.inference.model_copy(update={"port": 8123})
-    write_json(layout.config, chosen.model_copy(update={"inference": inference}))
-    found = receiving(data, layout)
-    assert (found.inference.port, found.model.path) == (8123, str(model))
+def test_commands_of_one_directory_have_a_configuration_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine took the address of another one, and a relay ended at what an engine had left there."""
+    layout, own = RunLayout(tmp_path / "here"), Connection(addresses=("tcp://head:7760",))
+    layout.root.mkdir(mode=0o700)
+    data = shared(validate({"weights": {"backend": "stream"}}))
+    first, second = (
+        Served(host, port, has_tokens=True).accepting(training(None))
+        for host, port in (("10.0.0.9", 81), ("10.0.0.9", 82))
+    )
+    for name, accept in (("inference.a", first), ("inference.b", second), ("relay", receiving)):
+        RunCopy(layout, own, name).take_config(accept(data, layout))
+    RunCopy(layout, own, "inference.c").take_config(RunConfig())
+    layout.own_config("inference.c").write_text("{")
+    found = {}
+    for name in ("inference.a", "inference.b", "relay"):
+        monkeypatch.setenv(OWN_CONFIG, str(layout.own_config(name)))
+        inference = load_run(layout.root)[0].inference
+        found[name] = inference.host, inference.port
+    assert found == {
+        "inference.a": ("10.0.0.9", 81),
+        "inference.b": ("10.0.0.9", 82),
+        "relay": ("127.0.0.1", 0),
+    }
+    monkeypatch.setenv(OWN_CONFIG, str(tmp_path / "elsewhere" / "config-relay.json"))
+    assert load_run(layout.root)[0] == RunConfig(), "that of another directory does not count"

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.services.http_server.authority import pair
+from tests.services.http_server.authority import Pair, pair
 
 from rolloutmq.bus.rundir import load_run, write_json
 from rolloutmq.bus.transport.mirror.mirror import Mirror
@@ -37,12 +37,33 @@ def test_the_configuration_gets_its_address_and_its_certificate(
     made = pair(tmp_path / "keys")
     monkeypatch.chdir(tmp_path)
     served = Served(port=81, tls_cert=Path("keys/tls.pem"), tls_key=Path("keys/tls.key"))
-    served.check()
+    served.check(BROKER)
     config = served.accepting(lambda _data, _layout: RunConfig())(b"", RunLayout(tmp_path))
     assert (config.inference.port, config.run.tls_cert, config.run.tls_key) == (81, made.cert, made.key)
     made.key.unlink()
     with pytest.raises(ConfigError, match=r"^run\.tls_key: .* cannot be read"):
-        served.check()
+        served.check(BROKER)
+
+
+def test_a_certificate_that_no_worker_would_accept_is_refused_at_the_start(tmp_path: Path) -> None:
+    """It joined, `status` listed it as good, and every worker tried it again and again."""
+    made, other = pair(tmp_path / "a", "gpu-9", "10.0.0.9"), pair(tmp_path / "b", "gpu-9")
+    ca = made.ca.read_text()
+
+    def refused(made: Pair, ca: str, host: str = "127.0.0.1", advertise: str = "") -> str:
+        served = Served(host, advertise=advertise, has_tokens=True, tls_cert=made.cert, tls_key=made.key)
+        with pytest.raises(ConfigError) as caught:
+            served.check(BROKER, ca)
+        return str(caught.value)
+
+    for host in ("10.0.0.9", "127.0.0.1", "0.0.0.0"):  # the last one by the address that reaches the broker
+        Served(host, has_tokens=True, tls_cert=made.cert, tls_key=made.key).check(BROKER, ca)
+    why = refused(made, ca, "10.0.0.7")
+    assert why.startswith("--tls-cert: workers reach the engine as 10.0.0.7, and do not accept ")
+    assert "it names gpu-9, 10.0.0.9, " in why
+    assert "as gpu-7, " in refused(made, "", "10.0.0.9", "gpu-7"), "whoever signed it"
+    assert "as gpu-9, and do not accept" in refused(other, ca, "10.0.0.9", "gpu-9"), "another authority"
+    assert "the certificate ended at " in refused(pair(tmp_path / "c", "gpu-9", days=-1 / 24), "", "gpu-9")
 
 
 def test_half_a_certificate_is_refused() -> None:
@@ -81,8 +102,8 @@ async def test_an_engine_without_weights_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(engine_beats, "WEIGHTS_S", 0.1)
     monkeypatch.setattr(beats, "BEAT_S", 0.02)
-    weights = {"backend": backend}
-    write_json(RunLayout(run_dir).config, RunConfig.model_validate({"weights": weights}))
+    config = RunConfig.model_validate({"weights": {"backend": backend}})
+    monkeypatch.setattr(Mirror, "config", config)
     mirror = Mirror(Connection(addresses=(BROKER,)), lambda _data, _layout: RunConfig(), run_dir)
     beating = asyncio.create_task(
         EngineBeats("inference.far", Served()).run(mirror, RunLayout(run_dir)), name="beats"

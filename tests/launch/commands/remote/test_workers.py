@@ -151,6 +151,22 @@ def test_a_name_of_another_key_is_refused_and_told(hosts: Hosts) -> None:
     assert end(broker) == 0
 
 
+def test_a_worker_of_another_version_ends_with_its_reason(hosts: Hosts) -> None:
+    """It was started again and again, and each one met the same refusal."""
+    other = """
+import functools
+import rolloutmq.bus.producer.client as client
+client.RegisterProducer = functools.partial(client.RegisterProducer, protocol=99)
+"""
+    (hosts.code / "env.py").write_text(other + ENVIRONMENT)
+    broker = hosts.broker()
+    refused = hosts.run(*join(hosts))
+    assert refused.returncode == 3, refused.stderr
+    assert "own-far.0: was given up: exit code 3: error: broker: request refused (version)" in refused.stderr
+    assert "run the same version of RolloutMQ on both sides" in refused.stderr
+    assert end(broker) == 0
+
+
 def test_killed_workers_and_brokers_come_back_and_the_ledger_is_exact(hosts: Hosts) -> None:
     broker = hosts.broker()
     joined = hosts.start(*join(hosts))
@@ -185,7 +201,11 @@ def test_workers_outlive_their_holder_and_the_next_one_takes_them_over(hosts: Ho
     )
     assert "end that process with SIGTERM, or give this one another --name" in refused.stderr
     assert hosts.workers()["own-far.0"].pid == pid
-    assert end(again) == 0, hosts.log("again.log")
+    admin = hosts.key("a", Role.ADMIN)
+    drained = hosts.run("drain", "own-far.0", "--connect", hosts.address, "--key", str(admin))
+    assert drained.returncode == 0, drained.stderr
+    assert again.wait(60.0) == 0, hosts.log("again.log")  # it was started again, as if it had crashed
+    assert "started name=own-far.0" not in hosts.log("again.log")
     assert not hosts.workers()
     assert end(broker) == 0
 

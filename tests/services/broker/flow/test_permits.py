@@ -163,6 +163,39 @@ def test_groups_smaller_than_announced_do_not_starve_the_trainer() -> None:
     bench.batch(0, 16)
 
 
+def test_the_others_get_the_permits_of_a_producer_that_pauses() -> None:
+    """A worker behind a firewall kept the permits of its lane, and the others starved."""
+    bench = paced(e=0)
+    first = bench.producer(slots=99)
+    assert first.sync().start_limit == 4
+    second = bench.producer("q", slots=99)
+    assert second.sync().start_limit == 0
+    ack = first.sync(begun=1, paused=True)
+    assert (ack.start_limit, ack.wait) == (1, Wait.NONE), "the rollout in hand keeps its permit"
+    assert second.sync().start_limit == 3
+    first.send()
+    second.send(3)
+    bench.consumer()
+    bench.train(0, 16)
+    bench.tick()
+    assert (first.sync(begun=1, paused=True).start_limit, second.sync().start_limit) == (1, 7)
+    second.send(4, step=1)
+    assert first.sync(begun=1).start_limit == 1
+    bench.train(1, 16)
+    bench.tick()
+    assert first.sync(begun=1).start_limit > 1, "it goes on"
+
+
+def test_a_producer_that_pauses_counts_what_it_abandoned_before_its_limit_falls() -> None:
+    """Else its limit would be below what it has begun for ever, and it would never start again."""
+    bench = paced(e=0)
+    peer = bench.producer(slots=99)
+    assert peer.sync().start_limit == 4
+    assert peer.sync(4, begun=4, paused=True).start_limit == 4
+    assert starts(bench) == [0]
+    assert peer.sync(4, begun=4).start_limit == 8
+
+
 def test_draining_freezes_what_may_begin() -> None:
     bench = paced(e=0)
     peer = bench.producer(slots=99, pid=5)

@@ -9,7 +9,7 @@ from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.joining import RelayBeat, WeightsTicket
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.io import relays as module
-from rolloutmq.services.broker.io.relays import GONE_S, Relays
+from rolloutmq.services.broker.io.relays import GONE_S, TAKEN_S, Relays
 
 SECRET = "ab" * 32
 YEARS_S = 1e8
@@ -19,8 +19,8 @@ def beat(name: str = "relay.b", **about: Any) -> RelayBeat:
     return RelayBeat(name=name, host="b", **about)
 
 
-def serving(**about: Any) -> RelayBeat:
-    return beat(serves="tcp://10.0.0.7:7764", secret=SECRET, **about)
+def serving(name: str = "relay.b", **about: Any) -> RelayBeat:
+    return beat(name, serves="tcp://10.0.0.7:7764", secret=SECRET, **about)
 
 
 def refusal(reply: object, code: ErrorCode) -> str:
@@ -51,6 +51,38 @@ def test_what_is_heard_is_told_until_it_is_silent() -> None:
     assert relays.report(0.0)
     relays.sweep(1.1 + GONE_S)
     assert not relays.report(0.0)
+
+
+def test_relays_behind_each_other_get_no_ticket_and_hear_why() -> None:
+    """They passed the same weights to and fro without a pause, and `status` gave no reason."""
+    relays = Relays()
+    behind = {"relay.a": "relay.c", "relay.b": "relay.a", "relay.c": "relay.b", "relay.d": "relay.c"}
+    for name, other in behind.items():
+        relays.beat(serving(name=name, behind=other), 1.0, "k")
+    for name in behind:
+        told = refusal(relays.ticket(name, 1.0, "k"), ErrorCode.INVALID)
+        assert "get the weights from each other, and none from the run" in told
+        assert all(one in told for one in ("relay.a", "relay.b", "relay.c"))
+        assert "relay.d" not in told
+    relays.beat(serving(name="relay.c"), 2.0, "k")
+    for name in behind:
+        assert isinstance(relays.ticket(name, 2.0, "k"), WeightsTicket)
+    relays.beat(serving(name="relay.c", behind="relay.c"), 3.0, "k")
+    assert "relay: relay.c get" in refusal(relays.ticket("relay.d", 3.0, "k"), ErrorCode.INVALID)
+
+
+def test_relays_of_copies_of_one_machine_do_not_share_a_name() -> None:
+    """Their hosts have one name, so do the relays, and their one entry told now of the one, now of the other."""
+    relays = Relays()
+    assert relays.beat(beat(network="net-1"), 1.0, "k") == Ok()
+    for other in (beat(network="net-2"), beat(network="net-2", ends=True)):
+        told = refusal(relays.beat(other, 2.0, "k"), ErrorCode.FORBIDDEN)
+        assert (
+            "a relay of another host called b has it (got relay.b of host b); give each relay a --name"
+            in told
+        )
+    assert relays.beat(beat(network="net-1"), 3.0, "k") == Ok()
+    assert relays.beat(beat(network="net-2"), 3.1 + TAKEN_S, "k") == Ok(), "it has started again"
 
 
 def test_an_orderly_end_is_told_at_once() -> None:

@@ -318,8 +318,9 @@ def test_the_broker_knows_since_when_an_engine_is_behind(run_dir: Path) -> None:
 def test_two_hosts_have_no_engine_of_one_name(run_dir: Path) -> None:
     run = shared_of(run_dir)
 
-    def told_by(host: str, now: float, *, ends: bool = False) -> object:
-        return run.answer(EngineBeat(engine=beat().engine, host=host, ends=ends), now)
+    def told_by(host: str, now: float, *, ends: bool = False, network: str = "") -> object:
+        engine = msgspec.structs.replace(beat().engine, network=network)
+        return run.answer(EngineBeat(engine=engine, host=host, ends=ends), now)
 
     assert isinstance(told_by("a", 0.0), Ok)
     for ends in (False, True):
@@ -328,6 +329,9 @@ def test_two_hosts_have_no_engine_of_one_name(run_dir: Path) -> None:
         assert "an engine of host a has it (got inference.gpu7 of host b); give each engine" in refused.detail
     assert isinstance(told_by("a", 6.0), Ok)
     assert isinstance(told_by("b", 16.5), Ok), "the first one is gone"
+    refused = told_by("b", 17.0, network="that of a copy of its machine")
+    assert isinstance(refused, ErrorReply)
+    assert "an engine of another host called b has it (got inference.gpu7 of host b)" in refused.detail
     assert [one.host for one in run.engines(17.0, PolicyVersion())] == ["b"]
 
 

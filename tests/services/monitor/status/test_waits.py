@@ -104,6 +104,11 @@ def test_a_worker_without_an_engine_in_reach_waits_for_no_teacher(
     worker = make_worker("w-0", state=WorkerState.STARTING, waits_for="only its own host reaches inference")
     told = waits.workers(make_pressure(workers=(worker,)))
     assert told == "engine_away, worker w-0: only its own host reaches inference"
+    cut = make_worker(
+        "w-1", waits_for="no engine is within reach: inference", engines_away={"inference": "x"}
+    )
+    told = waits.workers(make_pressure(workers=(cut,)))
+    assert told == "engine_away, worker w-1: no engine is within reach: inference"
 
 
 def test_engines_that_lag_are_named_whether_anybody_waits_or_not(

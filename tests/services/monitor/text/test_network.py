@@ -7,7 +7,7 @@ import pytest
 from rolloutmq.schemas.wire.control import WorkerStatus
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.schemas.wire.joining import JoinedEngine, JoinedRelay, KeyUse, NetworkStatus
-from rolloutmq.services.monitor.text.network import SHOWN, engine_trouble, lines
+from rolloutmq.services.monitor.text.network import SHOWN, engine_trouble, lines, unreachable
 
 V = PolicyVersion
 ADDRESS = "tcp://0.0.0.0:7760"
@@ -125,6 +125,22 @@ def test_engines_that_lag_or_are_silent_are_named_with_the_relay_of_their_host()
     assert told(lags, silent, relays=(waits,)) == (
         f"{lag}: relay.gpu7 waits, no relay is heard; 1 other engine too"
     )
+
+
+def test_an_engine_that_workers_do_not_reach_is_named_with_a_reason(
+    make_worker: Callable[..., WorkerStatus],
+) -> None:
+    """`status` listed it as good, newest and idle, while each rollout lost seconds at it."""
+    away = {"inference.gpu7": "ConnectionTimeoutError Connection timeout to host http://10.0.0.7:7800"}
+    workers = [make_worker(f"w-{number}", engines_away=away) for number in range(3)]
+    workers += [make_worker("w-8", engines_away=away, silent_s=99.0), make_worker("w-9")]
+    why = f"unreachable from 3 workers: worker w-0: {away['inference.gpu7']}"
+    assert unreachable(workers) == {"inference.gpu7": why}
+    assert engine_trouble(None, workers) == f"engine_away, engine inference.gpu7 is {why}"
+    engine = JoinedEngine(name="inference.gpu7", host="gpu7", version=V(1, 5))
+    line = lines(NetworkStatus(listen=ADDRESS, version=V(1, 5), engines=(engine,)), workers)[1]
+    assert line.text == f"inference.gpu7 on gpu7, without a key, heard now, version 1.5, the newest; {why}"
+    assert line.is_unwell
 
 
 def test_a_list_of_keys_that_cannot_be_read_is_told() -> None:

@@ -1,10 +1,11 @@
 """The policy client against a server with every failure."""
 
 import asyncio
+import itertools
 import logging
 import random
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 from rolloutmq.schemas.errors import PolicyRefusedError, PolicyUnavailableError, UsageError
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker.openai import client
+from rolloutmq.services.worker.openai import client, engine_choice
 from rolloutmq.services.worker.openai.client import OpenAIPolicy
 from rolloutmq.services.worker.openai.engine_choice import Engines
 from rolloutmq.services.worker.policy import GreedyPolicy, Policy
@@ -139,6 +140,100 @@ async def test_a_server_that_accepts_and_never_answers_is_given_up() -> None:
         async with OpenAIPolicy.opened(at(lambda: url), patience_s=0.2) as policy:
             with pytest.raises(PolicyUnavailableError, match="the request timed out"):
                 await policy.complete("q")
+
+
+@pytest.fixture
+def closed() -> Iterator[socket.socket]:
+    """A port at which nobody listens, and that nobody else gets."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield held
+
+
+@pytest.fixture
+def missed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The engines that were not reached, attempt after attempt; the pauses between probes are short."""
+    told, real = [], Engines.missed
+    monkeypatch.setattr(engine_choice, "PASS_S", 0.02)
+    monkeypatch.setattr(engine_choice, "PROBE_MAX_S", 0.02)
+
+    def noted(engines: Engines, engine: engine_choice.Engine, now: float, why: str) -> bool:
+        told.append(engine.name)
+        return real(engines, engine, now, why)
+
+    monkeypatch.setattr(Engines, "missed", noted)
+    return told
+
+
+def both(*urls: str) -> Engines:
+    found = [InferenceAddress(url=url, pid=1, name=f"inference.{n}") for n, url in enumerate(urls)]
+    return Engines(lambda: found, random.Random(0))
+
+
+async def test_an_engine_out_of_reach_is_probed_beside_the_calls_and_asked_again_once_it_is_found(
+    server: "FakeServer",
+    other_server: "FakeServer",
+    closed: socket.socket,
+    missed: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each second a rollout was sent to it, and the log named the good one."""
+    caplog.set_level(logging.INFO)
+    port = closed.getsockname()[1]
+    async with OpenAIPolicy.opened(both(f"http://127.0.0.1:{port}", server.url)) as policy:
+        while not policy.reach.away:
+            await policy.complete("q")
+        retries, why = policy.retries, policy.reach.away["inference.0"]
+        assert f"ClientConnectorError Cannot connect to host 127.0.0.1:{port}" in why
+        while len(missed) < 5:
+            await policy.complete("q")
+        assert policy.retries == retries, "probes ask it, and no rollout"
+        await other_server.stop()
+        closed.close()
+        await other_server.start(port)
+        while not other_server.asked:
+            await policy.complete("q")
+        assert policy.reach.away == {}
+    told = [record.getMessage() for record in caplog.records]
+    assert [line.split(" url=")[0] for line in told if "reach" in line] == [
+        "engine out of reach engine=inference.0",
+        "engine within reach again engine=inference.0",
+    ]
+    assert not any(f"address={server.url}" in line for line in told)
+
+
+async def test_a_firewall_that_drops_is_told_as_one_and_no_request_that_timed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "CONNECT_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        port = full.getsockname()[1]
+        fillers = [socket.socket() for _ in range(2)]
+        for one in fillers:  # the queue is full then, and the system drops who comes next
+            one.setblocking(False)
+            one.connect_ex(("127.0.0.1", port))
+        async with OpenAIPolicy.opened(both(f"http://127.0.0.1:{port}"), patience_s=0.3) as policy:
+            with pytest.raises(PolicyUnavailableError, match="Connection timeout to host"):
+                await policy.complete("q")
+            assert "ConnectionTimeoutError" in policy.reach.away["inference.0"]
+        for one in fillers:
+            one.close()
+
+
+async def test_a_call_gives_up_early_once_no_living_engine_is_within_reach(
+    closed: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It held its permit for nine tenths of `rollout_timeout_s`, and workers of other hosts starved."""
+    monkeypatch.setattr(engine_choice, "GIVEN_UP_S", 0.2)
+    beats = itertools.count(1)
+    url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    engines = Engines(
+        lambda: [InferenceAddress(url=url, pid=1, name="inference.far", number=next(beats))], random.Random(0)
+    )
+    async with OpenAIPolicy.opened(engines, patience_s=1000.0) as policy, asyncio.timeout(30):
+        with pytest.raises(PolicyUnavailableError, match=f"no answer from {url} within"):
+            await policy.complete("q")
+        assert policy.reach.is_lost
 
 
 async def test_one_connection_serves_call_after_call(server: "FakeServer") -> None:

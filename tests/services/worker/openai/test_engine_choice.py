@@ -8,7 +8,15 @@ import pytest
 from rolloutmq.bus.engine_registry import SILENT_S
 from rolloutmq.schemas.files import InferenceAddress
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.services.worker.openai.engine_choice import LOOK_S, PASS_S, STUCK_S, Engine, Engines
+from rolloutmq.services.worker.openai.engine_choice import (
+    GIVEN_UP_S,
+    LOOK_S,
+    PASS_S,
+    PROBE_MAX_S,
+    STUCK_S,
+    Engine,
+    Engines,
+)
 
 
 class Directory:
@@ -176,3 +184,76 @@ def test_an_engine_is_asked_unless_its_groups_would_surely_be_dropped(
     engines = Engines(directory.listed, random.Random(0), lambda: at(9), max_staleness)
     for now in (0.0, STUCK_S + 1):
         assert taken(engines, now).name == "a"
+
+
+def missing(engines: Engines, name: str, now: float) -> Engine:
+    """Miss an engine, as a call at it does."""
+    while (found := taken(engines, now)).name != name:
+        pass
+    found.in_hand -= 1
+    engines.missed(found, now, "no route")
+    return found
+
+
+def test_one_out_of_reach_is_left_to_probes_that_become_rare() -> None:
+    """Every rollout lost seconds at it, once a second."""
+    engines = Engines(Directory("a", "b").listed, random.Random(0))
+    gone = missing(engines, "a", 0.0)
+    assert not engines.to_probe(PASS_S / 2)
+    now, pauses = 0.0, []
+    for _ in range(8):
+        while not (due := engines.to_probe(now)):
+            assert {taken(engines, now).name for _ in range(9)} == {"b"}
+            now += 0.5
+        assert due == [gone]
+        assert not engines.to_probe(now), "one probe at a time"
+        pauses.append(now)
+        engines.missed(gone, now, "no route")
+        gone.probed = False
+    assert [round(b - a) for a, b in zip([0.0, *pauses], pauses, strict=False)] == [
+        1,
+        2,
+        4,
+        8,
+        15,
+        15,
+        15,
+        15,
+    ]
+    assert engines.away() == {"a": "no route"}
+    assert pauses[-1] - pauses[-2] == PROBE_MAX_S
+    engines.reached(gone)
+    assert engines.away() == {}
+    assert taken(engines, now) is gone
+
+
+def test_misses_at_the_same_time_count_once() -> None:
+    engines = Engines(Directory("a", "b").listed, random.Random(0))
+    gone = missing(engines, "a", 0.0)
+    for _ in range(7):
+        assert engines.missed(gone, 0.1, "no route")
+    assert gone.misses == 1
+
+
+def test_a_worker_gives_up_once_every_living_engine_is_out_of_reach_for_long() -> None:
+    directory = Directory("a", "b")
+    engines = Engines(directory.listed, random.Random(0))
+    missing(engines, "a", 0.0)
+    assert not engines.gives_up(GIVEN_UP_S + 1), "b may be asked"
+    missing(engines, "b", 10.0)
+    assert not engines.gives_up(GIVEN_UP_S + 1)
+    for second in range(11, 26):
+        assert taken(engines, float(second)), "none is left, so they are asked"
+    assert engines.gives_up(10.0 + GIVEN_UP_S)
+    directory.hanging = {"a", "b"}
+    later = 40.0 + SILENT_S
+    for now in (40.0, later):
+        engines.take(now)
+    assert not engines.gives_up(later), "engines that have ended come back, and rollouts wait for them"
+
+
+def test_engines_without_heartbeats_are_never_given_up() -> None:
+    engines = Engines(lambda: [InferenceAddress(url="http://x", pid=0)], random.Random(0))
+    only = taken(engines, 0.0)
+    engines.missed(only, 0.0, "no route")
+    assert not engines.gives_up(1000.0)

@@ -147,6 +147,26 @@ def test_a_receiver_that_ends_within_its_first_transfer_leaves_its_chunks_to_the
             engine.share.close()
 
 
+def test_a_version_that_is_here_is_not_written_again(trainer: Trainer, host: RunLayout) -> None:
+    """Each write is news for the relays behind: two behind each other passed it to and fro without a pause."""
+    with trainer.served() as address, received(host) as mine:
+        channel = dial(address)
+        mine.take_next(channel)
+        engine, segment = Engine(host), WeightSegment.read(host.weights)
+        write = segment.write
+        with trainer.share.writing(V(0, 0)):
+            pass  # another write of the same weights
+        mine.take_next(channel)
+        assert segment.write == write
+        trainer.step(1)
+        mine.take_next(channel)
+        assert segment.write != write
+        assert engine.version_whole() == V(0, 1)
+        segment.close()
+        channel.close()
+        engine.share.close()
+
+
 def test_only_changed_chunks_are_sent(trainer: Trainer, host: RunLayout) -> None:
     with trainer.served() as address, wire(address.port) as cable, received(host) as mine:
         channel = dial(address, cable.port)
