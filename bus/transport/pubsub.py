@@ -199,8 +199,8 @@ class Publisher:
 class RunPublisher:
     """Publishes events of a process through the broker of its run, by the way of now. For one thread.
 
-    `follow`, and the first `publish`, connect. What is published before a connection stands is dropped, so call `follow`
-    some time before the first event.
+    `follow`, and the first `publish`, connect. What is published before a connection stands is dropped, so call
+    `follow` some time before the first event.
     """
 
     def __init__(self, layout: RunLayout) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from typing import Final
 
 from rolloutmq.schemas.config.live_settings import split
 from rolloutmq.schemas.config.run import RunConfig
@@ -36,6 +37,9 @@ from rolloutmq.services.broker.state.rates import Rate
 from rolloutmq.services.broker.state.restart_orders import RestartOrders
 from rolloutmq.services.broker.state.tasks import Tasks
 from rolloutmq.services.broker.state.workers import Workers
+
+LATE_S: Final = 0.25
+"""Wait of a reply for the journal that is told as the trainer's present one; each wait counts."""
 
 
 class BrokerState:
@@ -164,6 +168,11 @@ class BrokerState:
             lane.rewards = lane.rewards.after(header.rewards, header.sequences, half_life)
         if group.header.task and not group.requeued:
             self.tasks.answered(group)
+
+    @property
+    def reply_wait(self) -> str:
+        """Why a trainer waits for a reply that has been given; empty if none waits for long."""
+        return Wait.JOURNAL_SLOW.value if self.replies_wait_s >= LATE_S else ""
 
     def trainer_waited(self, wait: Wait, seconds: float) -> None:
         if wait is not Wait.NONE and seconds > 0:

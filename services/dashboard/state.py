@@ -176,7 +176,7 @@ def _queue(shown: Shown, pressure: Pressure) -> dict[str, Any]:
         *("granted_bytes", "untrained_s"),
     )
     known = {name: getattr(pressure, name) for name in names}
-    known["starved_s"] = shown.record.waited(pressure).starved_s if shown.reading.is_whole else None
+    known["starved_s"] = shown.record.use().run_starved_s if shown.reading.is_whole else None
     return {**known, "low": board.low, "high": board.high, "staleness_bound": board.staleness_bound}
 
 
@@ -233,9 +233,8 @@ def _use(shown: Shown) -> dict[str, Any]:
             "blocked_reason": "",
             "blocked_by_env": {},
         }
-    usage, pressure = shown.record.use(), shown.board.pressure
-    starved_s = usage.run_starved_s if pressure is None else shown.record.waited(pressure).starved_s
-    of_run = None if usage.is_unrecorded and pressure is None else part_of_run(starved_s, shown.files.ran_s)
+    usage = shown.record.use()
+    of_run = None if usage.is_unrecorded else part_of_run(usage.run_starved_s, shown.files.ran_s)
     return {
         "starved_of_run": _part(of_run),
         "starved": _part(usage.starved if usage.trainer_s else None),

@@ -46,8 +46,6 @@ MISMATCH_S: Final = 3.0
 """How long a rank pulls a step that another, living rank has settled before it is refused."""
 STARVING: Final = frozenset({Wait.NO_BATCH, Wait.NO_EXACT_FIT, Wait.MIN_SHARE, Wait.TOO_FEW_GROUPS})
 """Waits that more groups would end."""
-LATE_S: Final = 0.25
-"""Wait of a reply for the journal that is told as the trainer's present one; each wait counts."""
 
 
 class ConsumerRequests:
@@ -636,8 +634,7 @@ class ConsumerRequests:
             self._hold(waiting, waiting.wait, now)
             if waiting.pull.split is Split.TRAIN:
                 reason = reason or waiting.wait.value
-        late = self._state.replies_wait_s >= LATE_S
-        return reason or (Wait.JOURNAL_SLOW.value if late else "")
+        return reason or self._state.reply_wait
 
     def reset(self) -> None:
         """End all waiting pulls; every consumer has to register again."""

@@ -75,8 +75,8 @@ class Usage:
     Attributes:
         is_unrecorded: The record has no event of the broker.
         has_settled: A batch was settled.
-        run_starved_s: Seconds of the whole run in which the trainer was ready and had no batch, as the broker counts
-            them: also those before the first settled batch.
+        run_starved_s: Seconds of the whole run in which the trainer was ready and had no batch: also those before the
+            first settled batch.
         start_s: Seconds from the first event to the first settled batch, over all lives of the broker. Only the first
             life counts without a trainer.
         trainer_s: Seconds with a trainer from then on, as all that follows.
@@ -211,6 +211,7 @@ class _Life:
         self._last = first
         self._waited_s = 0.0
         self._counts = is_first
+        self._other_s = _other_waits_s(first.trainer_waits_s, first.trainers)
 
     @property
     def start_s(self) -> float:
@@ -219,13 +220,15 @@ class _Life:
 
     @property
     def starved_s(self) -> float:
-        """Seconds in which the trainer had no batch, as far as they are known."""
-        return self._last.starved_s
+        """Seconds in which the trainer was ready and had no batch, as far as they are known."""
+        return self._last.starved_s + self._other_s
 
     def add(self, line: UsageLine, found: Usage, slots: Mapping[str, int]) -> None:
         """Add the time since the event before, in which everybody was as that one says."""
         seconds, before = line.t - self._last.t, self._last
         self._last = line
+        grown = _grown(before.trainer_waits_s, line.trainer_waits_s)
+        self._other_s += _other_waits_s(grown, max(before.trainers, line.trainers))
         self._counts |= line.trainers > 0
         if not self.has_settled:
             self.has_settled = line.settled_busy_s > 0.0
@@ -235,6 +238,14 @@ class _Life:
             _add_trainer(found, before, line)
             _add_slots(found, before, line, slots)
             _add_queue(found, before, line)
+
+
+def _other_waits_s(waits_s: Mapping[str, float], trainers: int) -> float:
+    """Return the seconds of waits for a batch that more groups would not end: `starved_s` of the broker lacks them."""
+    others = (
+        seconds for reason, seconds in waits_s.items() if reason not in POLLED and reason not in AT_WORK
+    )
+    return sum(others) / max(1, trainers)
 
 
 def _add_trainer(found: Usage, before: UsageLine, line: UsageLine) -> None:

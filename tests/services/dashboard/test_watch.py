@@ -392,6 +392,6 @@ def test_nothing_is_told_of_a_run_whose_record_is_still_read(
             assert (use["starved_of_run"], use["starved"], use["blocked"]) == (None, None, None)
         finally:
             going_on.set()
-        page.until(lambda page: page.sections["record"]["loaded"] == 1)
+        page = page.until(lambda page: page.sections["record"]["loaded"] == 1)
         assert page.sections["run"]["step"] == 5
         assert page.sections["queue"]["starved_s"] is not None

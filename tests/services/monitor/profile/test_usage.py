@@ -163,3 +163,17 @@ def test_time_in_which_no_worker_is_ready_is_told() -> None:
     found = read_usage(lines, {})
     assert (found.is_unrecorded, found.workerless_s) == (False, 3.0)
     assert read_usage([], {}).is_unrecorded
+
+
+def test_a_wait_for_the_disk_is_part_of_the_whole_run_as_of_the_rest() -> None:
+    waits = [
+        {"journal_slow": 2.0},
+        {"journal_slow": 5.0, "unsettled": 1.0},
+        {"journal_slow": 6.0, "unsettled": 9.0},
+    ]
+    lines = [
+        pressure(10.0 + n, trainers=2, starved_s=1.0, trainer_waits_s=one) for n, one in enumerate(waits)
+    ]
+    found = read_usage(lines, {})
+    assert found.run_starved_s == 1.0 + (2.0 + 3.0 + 1.0) / 2  # two ranks; those at work lack no batch
+    assert found.starved_s == (3.0 + 1.0) / 2
