@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Final
 
 import msgspec
@@ -19,6 +20,7 @@ from rolloutmq.bus.files import open_regular
 from rolloutmq.schemas.files import DroppedGroup, RunLayout, SettledBatch
 from rolloutmq.schemas.wire.control import Pressure, StatusReply
 from rolloutmq.schemas.wire.telemetry import Event
+from rolloutmq.schemas.wire.training import BatchSettled
 from rolloutmq.services.monitor.live.run_state import GroupEnd, RunState
 from rolloutmq.services.monitor.report.history import decoded, ran_s
 from rolloutmq.services.monitor.status.lately import blocks_before
@@ -66,6 +68,9 @@ def fill(board: RunState, layout: RunLayout, reply: StatusReply, now: float, wal
         board.started_at = now - ran
     for at, event in _events(_read(layout.metrics), wall):
         board.feed(event, now - max(0.0, wall - at))
+    if board.step is None:  # nobody records the events of a broker that was started by hand
+        for batch in _batches(layout, reply.run):
+            board.feed(batch, now - max(0.0, wall - batch.at))
     board.feed(reply.pressure, now)
     board.total_steps = board.total_steps or reply.total_steps
 
@@ -105,6 +110,26 @@ def _events(lines: Iterator[bytes], wall: float) -> Iterator[tuple[float, Event]
             event: Event = msgspec.convert(fields, Event)
             if not isinstance(event, Pressure):
                 yield head.t, event
+
+
+def _batches(layout: RunLayout, run: str) -> Iterator[BatchSettled]:
+    """Yield the last batches as the broker logs them, which counts neither sequences nor tokens."""
+    for one in _records(layout.settled, SettledBatch):
+        yield BatchSettled(
+            run=run,
+            incarnation=one.version.incarnation,
+            step=one.version.step,
+            at=one.at,
+            stepped=bool(one.trained),
+            reward=fmean(one.rewards) if one.rewards else 0.0,
+            sequences=0,
+            tokens=0,
+            trained=len(one.trained),
+            filtered=len(one.filtered),
+            rejected=len(one.rejected),
+            staleness_max=max(one.staleness, default=0),
+            staleness_mean=fmean(one.staleness) if one.staleness else 0.0,
+        )
 
 
 def recent_groups(layout: RunLayout) -> list[GroupEnd]:

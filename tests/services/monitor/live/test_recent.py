@@ -174,3 +174,25 @@ def test_groups_that_ended_last_come_first(layout: RunLayout, log: str) -> None:
 
 def test_a_run_without_groups_lists_none(layout: RunLayout) -> None:
     assert recent_groups(layout) == []
+
+
+def test_steps_come_from_the_log_of_the_broker_where_nobody_records_events(
+    run_dir: Path, reply: StatusReply
+) -> None:
+    layout = RunLayout(run_dir)
+    batches = [
+        SettledBatch(
+            at=WALL - 2 * (4 - step),
+            version=PolicyVersion(0, step),
+            trained=("a", "b"),
+            staleness=(0, step),
+            rewards=(0.5, 0.25 * step),
+        )
+        for step in (1, 2, 3)
+    ]
+    unstepped = SettledBatch(at=WALL - 1.0, version=PolicyVersion(0, 3), filtered=("c",), rewards=(0.0,))
+    layout.settled.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in (*batches, unstepped)))
+    board = filled(layout, reply)
+    assert board.step is not None
+    assert (board.step.step, board.step.staleness_max, board.step.reward) == (3, 3, 0.625)
+    assert board.steps_per_s(NOW) == pytest.approx(2 / 6)
