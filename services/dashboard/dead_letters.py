@@ -20,7 +20,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.loss_mask import marked_tokens
 from rolloutmq.schemas.printable import moment
-from rolloutmq.schemas.wire.envelope import Dtype
+from rolloutmq.schemas.wire.envelope import Dtype, GroupHeader
 from rolloutmq.services.broker.journal.dead_letters import DeadEntry, DeadGroup, DeadLetterStore
 from rolloutmq.services.monitor.text.columns import preview, shape
 
@@ -163,8 +163,7 @@ def _letter(entry: DeadEntry) -> dict[str, Any]:
     return {
         **{name: each for name, each in row.items() if name != "sequences"},
         "history": [
-            f"{moment(header.started_at)}  rollout began, policy {_version(header.oldest)}",
-            f"{moment(header.finished_at)}  rollout ended, policy {_version(header.newest)}",
+            *_rollout(header),
             f"{moment(group.at)}  accepted from {group.producer}, number {header.seq} of session {group.session}",
             f"{moment(entry.letter.at)}  dead after {entry.letter.deliveries} deliveries",
         ],
@@ -173,6 +172,16 @@ def _letter(entry: DeadEntry) -> dict[str, Any]:
         "sequences_total": header.sequences,
         "offset": 0,
     }
+
+
+def _rollout(header: GroupHeader) -> Iterator[str]:
+    """Yield when the rollout began and ended; the SDK need not tell it."""
+    for at, what, version in (
+        (header.started_at, "began", header.oldest),
+        (header.finished_at, "ended", header.newest),
+    ):
+        if at:
+            yield f"{moment(at)}  rollout {what}, policy {_version(version)}"
 
 
 def _version(version: Any) -> str:

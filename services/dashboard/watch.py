@@ -38,6 +38,8 @@ TICK_S: Final = 1.0
 """Time between two updates."""
 DRAIN_S: Final = 0.25
 """Time between two looks for events: a full queue of the socket would drop some."""
+FIRST_S: Final = 1.0
+"""Longest wait for the first word of a living broker: without it all of its workers would seem silent."""
 LINGER_S: Final = 5.0
 """Time without a viewer after which the attachment ends: a page that is reloaded finds it."""
 STREAMS_LIMIT: Final = 16
@@ -142,14 +144,17 @@ class Watch:
         """Update until nobody has looked for a while."""
         try:
             async with EventFeed(self._layout, (*STATES, *EVENTS)) as feed:
+                attached_at = time.monotonic()
                 while self._viewers or time.monotonic() - self._left_at < LINGER_S:
                     began = time.monotonic()
                     try:
                         await self._tick()
                     except Exception:  # a page that shows nothing new is better than a server that ends
                         logger.exception("update failed")
-                    self._ticked.set()
-                    until = max(began + TICK_S, time.monotonic()) if self._is_loaded else time.monotonic()
+                    if self._is_known(attached_at):
+                        self._ticked.set()
+                    pause_s = TICK_S if self._ticked.is_set() else DRAIN_S
+                    until = max(began + pause_s, time.monotonic()) if self._is_loaded else time.monotonic()
                     await self._drain(feed)
                     while (left := until - time.monotonic()) > 0:
                         await asyncio.sleep(min(left, DRAIN_S))
@@ -157,6 +162,12 @@ class Watch:
         finally:
             self._ticked.set()
             self._newest.clear()
+
+    def _is_known(self, attached_at: float) -> bool:
+        """Return whether the state is that of now, or the broker has been silent for long."""
+        now, board = time.monotonic(), self.board
+        heard = board.pressure is not None and not board.silent_s(now)
+        return heard or not self.files.answers or now - attached_at >= FIRST_S
 
     async def _drain(self, feed: EventFeed) -> None:
         """Take the events that have arrived."""
@@ -193,7 +204,7 @@ class Watch:
         if is_whole and not self.files.answers and self._fed_lines != self.record.lines:
             self._feed_recorded()
         self.board.supervision = self.files.supervision
-        if time.monotonic() >= self._crew_due:
+        if time.monotonic() >= self._crew_due or not self._ticked.is_set():
             await self._look_at_crew()
         self._publish()
 
@@ -249,7 +260,7 @@ class Watch:
     async def _look_at_crew(self) -> None:
         began = time.monotonic()
         pressure = self.board.pressure
-        heard = pressure.workers if pressure is not None else ()
+        heard = pressure.workers if pressure is not None else None
         slots = self._slots()
 
         def look() -> list[WorkerRow]:

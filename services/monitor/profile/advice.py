@@ -82,14 +82,23 @@ def _more_rollouts(usage: Usage) -> str:
 
 
 def _slots(usage: Usage) -> Advice | None:
-    share = usage.blocked
-    if share < NOTICED or usage.starved >= NOTICED:
+    share, disk = usage.blocked, _disk(usage)
+    if share < NOTICED or usage.starved - disk >= NOTICED or disk > 1.0 - usage.starved:
         return None
     reason = _main(usage.producer_waits_s)
     where = f"rollout slots wait {share:.0%} of their time" + (f" ({reason})" if reason else "")
     if reason == Wait.NO_TASKS and usage.workers == 1:
         return Advice(share, where, MORE_TASKS)
     return Advice(share, where, SLOTS.get(reason) or _fewer_rollouts(usage, share))
+
+
+def _disk(usage: Usage) -> float:
+    """Return the part of the trainer's time in which it waits for the disk: no group is missing then.
+
+    A faster trainer helps as long as its own work takes longer than that.
+    """
+    seconds = usage.trainer_waits_s.get(Wait.JOURNAL_SLOW, 0.0)
+    return min(1.0, seconds / usage.trainer_s) if usage.trainer_s else 0.0
 
 
 def _fewer_rollouts(usage: Usage, share: float) -> str:

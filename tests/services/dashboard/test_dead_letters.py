@@ -42,7 +42,7 @@ def bury(layout: RunLayout, order: int, group: Group, *, kept: bool = True, reas
     assert store.bury(stored, encoded.frames if kept else None, reason, 2100.0 + order)
 
 
-def made_group(name: str, **columns: Any) -> Group:
+def made_group(name: str, ended: Any = 1001.0, **columns: Any) -> Group:
     known: dict[str, Any] = {
         "tokens": [[1, 2, 4, 3], [1, 5]],
         "mask": [[0, 0, 1, 1], [0, 1]],
@@ -51,7 +51,11 @@ def made_group(name: str, **columns: Any) -> Group:
         "advantages": [[0.0, 0.0, 0.5, 1.5], [0.0, -1.0]],
     }
     return Group.build(
-        name, **{**known, **columns}, oldest=PolicyVersion(1, 2), started_at=1000.0, finished_at=1001.0
+        name,
+        **{**known, **columns},
+        oldest=PolicyVersion(1, 2),
+        started_at=ended and 1000.0,
+        finished_at=ended,
     )
 
 
@@ -60,7 +64,7 @@ def run(run_dir: Path) -> RunLayout:
     """A run with three dead groups: one whole, one without contents, one whose letter is damaged; and a tokenizer."""
     layout = Handmade(run_dir).layout
     bury(layout, 1, made_group("g/1"), reason="lost \u202ethrice")
-    bury(layout, 2, made_group("g2"), kept=False)
+    bury(layout, 2, made_group("g2", ended=0.0), kept=False)
     bury(layout, 3, made_group("g3"))
     flip(sorted(layout.dead.iterdir())[2], 30)
     layout.model.mkdir()
@@ -121,6 +125,13 @@ def test_the_contents_are_text_by_their_mask(page: Browser, asked: str) -> None:
     assert second["pieces"][1]["text"] == "\u202e<script>"
     assert {"tokens", "mask", "scores"} <= {column["name"] for column in told["columns"]}
     assert any("dead after" in line for line in told["history"])
+
+
+def test_a_rollout_without_times_is_left_out(page: Browser) -> None:
+    known, unknown = (page.get(f"/api/dead/{name}").json["history"] for name in ("g%2F1", "g2"))
+    assert [line.partition("  ")[2][:13] for line in known[:2]] == ["rollout began", "rollout ended"]
+    assert len(unknown) == len(known) - 2
+    assert not any("rollout" in line for line in unknown)
 
 
 def test_some_sequences_of_many(page: Browser) -> None:

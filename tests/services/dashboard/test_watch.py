@@ -118,6 +118,13 @@ def test_a_living_run_comes_by_its_events(broker: Broker, at_living: Browser) ->
     assert [row["worker"] for row in rows] == ["sort3-0"]
 
 
+def test_whoever_asks_once_gets_the_state_of_now(broker: Broker, at_living: Browser) -> None:
+    beat(broker, "sort3-0", "sort3-1")
+    told = json.loads(at_living.get("/api/state").body)
+    assert told["queue"] is not None
+    assert told["worker_counts"] == {"ready": 2}
+
+
 def test_the_record_grows_on_the_page(at_living: Browser, run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     with at_living.stream() as stream:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rolloutmq.schemas.wire.replies import Wait
-from rolloutmq.services.monitor.profile.advice import ROOM, SLOTS, TRAINER, advice
+from rolloutmq.services.monitor.profile.advice import FASTER_DISK, ROOM, SLOTS, TRAINER, advice
 from rolloutmq.services.monitor.profile.usage import Usage
 
 
@@ -71,6 +71,19 @@ def test_the_limit_is_named_with_what_to_change(usage: Usage, where: str, change
     (one,) = advice(usage)
     assert where in one.where
     assert change in one.change
+
+
+@pytest.mark.parametrize(
+    ("disk", "changes"),
+    [
+        (0.15, ["a faster trainer, or 80% fewer workers", FASTER_DISK]),
+        (0.05, ["a faster trainer, or 80% fewer workers"]),
+        (0.6, [FASTER_DISK]),  # a faster trainer would wait as long
+    ],
+)
+def test_a_trainer_that_waits_for_the_disk_may_be_slow_itself(disk: float, changes: list[str]) -> None:
+    found = advice(used(starved=disk, trainer="journal_slow", blocked=0.8))
+    assert [one.change for one in found] == changes
 
 
 def test_slots_that_are_not_known_are_not_said_to_wait_for_nothing() -> None:
