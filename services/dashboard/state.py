@@ -161,6 +161,7 @@ def _run(shown: Shown, now: float) -> dict[str, Any]:
         "total_steps": board.total_steps or None,
         "steps_per_s": round(board.steps_per_s(now), 3) if files.answers else None,
         "reward": board.reward(),
+        "lanes": 0 if board.pressure is None else len(board.pressure.lanes),
         "ran_s": None if files.ran_s is None else round(files.ran_s),
         "left_s": board.left_s(now) if files.answers else None,
         "silent_s": round(board.silent_s(now)) if files.answers else 0,

@@ -6,8 +6,8 @@ by worker, host, engine, GPU and route.
 
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -54,6 +54,8 @@ NOTHING: Final = {
 }
 """Why there may be no row."""
 BAR: Final = 24
+ENVIRONMENTS_SHOWN: Final = 64
+"""Most environments of the table for a person."""
 """Width of a bar, in characters."""
 
 
@@ -277,15 +279,27 @@ def _waterfall(hops: dict[Hop, Histogram]) -> Iterator[str]:
 
 
 def _table(found: Profile) -> Iterator[str]:
-    width = max([len("environment"), *(len(_row(key)) for key in found.hops)])
+    environments = _shown_environments(found)
+    shown = {key: one for key, one in found.hops.items() if key.env in environments}
+    width = max([len("environment"), *map(len, map(_row, shown))])
     heads = percent_heads() + (RATE_HEADS if found.is_sampled else "")
     yield f"{'environment':<{width}}  {'hop':<8}{'groups':>9}{'mean':>9}{heads}  slowest group"
-    for key, one in found.hops.items():
+    for key, one in shown.items():
         slowest = found.slowest[key]
         rates = rates_of(found.sums[key]) if found.is_sampled else ""
         times = durations_of(one, _clock_error_s(found, key), slowest.seconds) + rates
         row = f"{_row(key):<{width}}  {key.hop.value:<8}{one.count:>9,}{times}"
         yield f"{row}  {seconds(slowest.seconds)} {slowest.group_id}"
+    if more := len({key.env for key in found.hops}) - len({key.env for key in shown}):
+        yield f"{more:,} more environments with less time; `--json` has all"
+
+
+def _shown_environments(found: Profile) -> Set[str]:
+    """Return the environments with the most time of groups on their way."""
+    total_s: defaultdict[str, float] = defaultdict(float)
+    for key, one in found.hops.items():
+        total_s[key.env] += one.total_s
+    return {*sorted(total_s, key=total_s.__getitem__, reverse=True)[:ENVIRONMENTS_SHOWN]}
 
 
 def _clock_error_s(found: Profile, key: HopKey) -> float:

@@ -22,6 +22,7 @@ from rolloutmq.schemas.wire.control import (
     GetStatus,
     JournalStatus,
     LaneStatus,
+    Pressure,
     StatusReply,
 )
 from rolloutmq.schemas.wire.envelope import Split
@@ -52,6 +53,8 @@ from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, 
 
 PATIENCE_S: Final = 3.0
 """Longest wait for the broker, which normally replies in milliseconds."""
+LANES_SHOWN: Final = 64
+"""Most lanes of the text for a person."""
 RESTARTED_S: Final = 60.0
 """Time after the start of a run from which the broker is a later one: the first waits for nothing that long."""
 
@@ -257,7 +260,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         ),
         ("why", _why(reply, also)),
         *(("groups", line) for line in counts.lines(pressure)),
-        *(("lane", _lane(lane)) for lane in pressure.lanes),
+        *(("lane", text) for text in _lanes(pressure)),
         *(("health", f"{one.env}: {one.problem}; {one.remedy}") for one in also.lately.findings),
         *(("sampler", curricula.line(one)) for one in also.curricula),
         *(("eval", line) for line in _evaluated(also.evaluations, also.ran_s)),
@@ -293,6 +296,14 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     elif arenas := {why: n for why, n in reply.rejected_by_reason.items() if why.startswith("arena_")}:
         rows.append(("arenas", _arenas(arenas, framed=bool(reply.as_frames))))
     return "\n".join(f"{label:<{LABEL_CHARS}}{text}" for label, text in rows)
+
+
+def _lanes(pressure: Pressure) -> Iterator[str]:
+    """Yield the lanes, those first in which a producer waits, and how many are left out."""
+    in_order = sorted(pressure.lanes, key=lambda lane: not waits.is_waiting(lane.wait))
+    yield from map(_lane, in_order[:LANES_SHOWN] if len(in_order) > LANES_SHOWN else pressure.lanes)
+    if (more := len(in_order) - LANES_SHOWN) > 0:
+        yield f"{more:,} more; `--json` has all"
 
 
 def _up(reply: StatusReply, ran: float | None) -> str:

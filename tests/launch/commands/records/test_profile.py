@@ -18,6 +18,7 @@ from rolloutmq.schemas.wire.control import Pressure
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.latency import Hop, LatencyRow, LatencySample
 from rolloutmq.services.broker.journal.format.events import Committed, Pulled
+from rolloutmq.services.broker.journal.inspect.hops import HopKey, Slowest
 from rolloutmq.services.monitor.profile.latencies import By
 from rolloutmq.services.monitor.profile.usage import Usage, UsageLine
 from rolloutmq.services.telemetry.recorder import line_of
@@ -311,6 +312,20 @@ def test_groups_for_evaluation_have_rows_of_their_own(
     assert profile(run_dir, as_json=True) == 0
     hops = json.loads(capsys.readouterr().out)["hops"]
     assert [(one["split"], one["groups"]) for one in hops] == [("train", 1)] * 2 + [("eval", 1)] * 2
+
+
+def test_of_a_thousand_environments_the_slowest_are_shown() -> None:
+    hops = {
+        HopKey(f"env-{number:04}", Hop.ROLLOUT, Split.TRAIN): HistogramBuilder()
+        .add([1.0 + number])
+        .histogram()
+        for number in range(1000)
+    }
+    slowest = {key: Slowest(one.total_s, "g") for key, one in hops.items()}
+    told = [*profile_lines(Profile(Usage(), [], True, hops, slowest))]
+    rows = [line.split()[0] for line in told if line.startswith("env-")]
+    assert rows == [f"env-{number:04}" for number in range(1000 - 64, 1000)]
+    assert told[-1] == "936 more environments with less time; `--json` has all"
 
 
 def test_a_run_without_a_settled_batch_is_told_so() -> None:

@@ -132,3 +132,11 @@ def test_a_record_that_is_still_read_is_said(browser: Browser, played: PlayedSer
     browser.until_text(".badge", "reading")
     assert "The record of the run is being read: 40" in browser.text(".notice-line")
     assert "step 0" not in browser.text(".progress")
+
+
+def test_environments_that_are_not_shown_are_counted(browser: Browser, played: PlayedServer) -> None:
+    played.state["run"]["lanes"] = 1000
+    shown = len(played.state["environments"])
+    browser.open(played.link)
+    browser.show("environments")
+    browser.until_text("#environments .left-out", f"{shown} of 1,000 are shown")

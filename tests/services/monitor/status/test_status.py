@@ -271,6 +271,19 @@ def test_a_lane_says_how_many_producers_wait_and_for_what(
     assert "wait" not in idle
 
 
+def test_of_a_thousand_lanes_those_that_wait_are_shown(
+    reply: StatusReply, make_lane: Callable[..., LaneStatus]
+) -> None:
+    lanes = [make_lane(f"env-{number:04}", producers=1, wait="none") for number in range(1000)]
+    lanes[700] = make_lane("env-0700", producers=1, waiting=1, wait="lane_full")
+    rows = status_text(replace(reply, pressure=replace(reply.pressure, lanes=tuple(lanes)))).splitlines()
+    shown = [row for row in rows if row.startswith("lane ")]
+    assert len(shown) == 65
+    assert "env-0700" in shown[0]
+    assert "env-0000" in shown[1]
+    assert shown[-1].endswith("936 more; `--json` has all")
+
+
 def test_a_permit_of_the_evaluation_is_no_rollout(
     reply: StatusReply, make_lane: Callable[..., LaneStatus]
 ) -> None:

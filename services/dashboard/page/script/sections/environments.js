@@ -3,7 +3,7 @@
 import { actionButton, renewButton } from "../parts/actions.js";
 import { longText } from "../parts/long_text.js";
 import { Table } from "../parts/table.js";
-import { el } from "../text/dom.js";
+import { el, setText, show } from "../text/dom.js";
 import { count, figure, NONE, percent, rate, seconds } from "../text/format.js";
 import { plain } from "../text/visible.js";
 
@@ -48,11 +48,17 @@ export const environments = {
           } },
       ],
     });
+    const note = el("p", { class: "quiet left-out", hidden: true });
+    body.append(note);
     return (store) => {
       const blocked = store.get("use", {}).blocked_by_env ?? {};
       const rows = store.list("environments").map((row) => ({ ...row, blocked: row.split === "eval" ? null : blocked[row.env] }));
       // Engines are scaled, too, under the name of their service.
       const engines = store.get("engine_target");
+      const lanes = store.get("run", {}).lanes ?? 0;
+      const shown = rows.filter((row) => row.queued_groups !== undefined).length;
+      setText(note, lanes > shown ? `${count(shown)} of ${count(lanes)} are shown; rolloutmq status --json has all.` : "");
+      show(note, lanes > shown);
       table.draw(engines ? [...rows, { env: "inference", split: "engines", reward_mean: null, ...engines, target_reason: engines.reason, isEngines: true }] : rows);
     };
   },
