@@ -18,6 +18,7 @@ teacher.json         address of the teacher                             teacher,
 connection.json      the run's addresses and key, in the directory of another host    whoever joins
 http_token           token for the run's HTTP servers, if it has keys   launcher; on another host whoever joins
 http_tokens.json     hashes of the tokens that an engine accepts, on another host    whoever joins
+http_refused.json    refused HTTP requests of each key                 the run's HTTP servers
 tls_ca.pem           certificates that the run's clients trust, on another host    whoever joins
 gateway.json         address of the HTTP interface                      gateway, once it listens
 registrations.json   trainer, environments and step of the gateway      gateway
@@ -93,6 +94,7 @@ class RunLayout:
         self.connection = root / "connection.json"
         self.http_token = root / "http_token"
         self.http_tokens = root / "http_tokens.json"
+        self.http_refused = root / "http_refused.json"
         self.tls_ca = root / "tls_ca.pem"
         self.gateway = root / "gateway.json"
         self.registrations = root / "registrations.json"

@@ -25,6 +25,7 @@ from rolloutmq.services.dashboard.entry.sessions import Sessions, link
 from rolloutmq.services.dashboard.run_files import read_config
 from rolloutmq.services.http_server.access import HttpAccess, listed_keys, names_of
 from rolloutmq.services.http_server.listening import serving
+from rolloutmq.services.http_server.refusals import HttpRefusals
 from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.sockets import bound_socket
 from rolloutmq.services.http_server.tls import ServerTls, server_tls
@@ -104,7 +105,11 @@ async def serve(
     config = read_config(root)
     known = () if isinstance(config, str) else config.run.http_hosts
     access = HttpAccess(
-        names_of(host, known), server=Server.PAGE, tokens=_keys(config), remedy="; open the page itself"
+        names_of(host, known),
+        server=Server.PAGE,
+        tokens=_keys(config),
+        remedy="; open the page itself",
+        refusals=HttpRefusals(RunLayout(root).http_refused),
     )
     page = DashboardApp(RunLayout(root), access, sessions, port)
     async with serving(page.app(), bound, CONNECTIONS, ERROR_HEADERS, tls=page_tls(root, host)):

@@ -31,6 +31,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Connection, RunLayout
 from rolloutmq.schemas.network.keys import Role, TokenRecord
 from rolloutmq.services.http_server import roles
+from rolloutmq.services.http_server.refusals import HttpRefusals
 from rolloutmq.services.http_server.roles import Server
 from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.http_server.tokens import OWN, Holder, Listed, TokenStore
@@ -68,6 +69,7 @@ class HttpAccess:
         server: What it is, for the paths of each role.
         tokens: Tokens of which each request must have one, if there are any.
         remedy: What allows another origin, for the refusal.
+        refusals: Counts what keys are refused, for the status of the run; None for nobody.
     """
 
     hosts: frozenset[str] = frozenset()
@@ -75,6 +77,7 @@ class HttpAccess:
     server: Server = Server.ENGINE
     tokens: TokenStore = field(default_factory=TokenStore)
     remedy: str = "; send it from a program"
+    refusals: HttpRefusals | None = None
 
     def refusal(
         self, header: Header, given: str, path: str, *, method: str = "GET", preflight: bool = False
@@ -113,14 +116,21 @@ class HttpAccess:
         return None
 
     def denied(self, holder: Holder | None, method: str, path: str) -> Refused | None:
-        """Return why the holder of a token may not send a request, None if it may."""
+        """Return why the holder of a token may not send a request, None if it may; count what a key is refused."""
         if holder is None:
             return Refused(401, "authorization: no valid token; send `Authorization: Bearer TOKEN`")
+        refused, what = None, ""
         if holder.is_revoked:
             revoked = "get another one, of `rolloutmq keys new`"
-            return Refused(401, f"authorization: key {holder.name} was revoked; {revoked}")
-        why = roles.refusal(holder.name, holder.role, self.server, method[:20], path[:200])
-        return Refused(403, why) if why else None
+            refused = Refused(401, f"authorization: key {holder.name} was revoked; {revoked}")
+            what = "with a revoked token"
+        elif why := roles.refusal(holder.name, holder.role, self.server, method[:20], path[:200]):
+            refused, what = Refused(403, why), path if path in roles.PATHS[self.server] else "other paths"
+        if self.refusals is not None:
+            if refused is not None:
+                self.refusals.add(holder.name, f"HTTP {self.server.value} {what}")
+            self.refusals.write()
+        return refused
 
     def _is_ours(self, host: str) -> bool:
         name = _host_name(host)
@@ -173,8 +183,9 @@ def access_of(
         ConfigError: There is no token in `run.http_token_file`, or the list of keys is damaged.
         MissingError, NotPrivateError, UnusablePathError: The key directory cannot be used.
     """
-    ours = names_of(host, run.run.http_hosts)
-    return HttpAccess(ours, frozenset(origins), server, store_of(run), remedy or HttpAccess.remedy)
+    ours, tokens = names_of(host, run.run.http_hosts), store_of(run)
+    refusals = None if tokens.is_open else HttpRefusals(RunLayout(run.run.dir).http_refused)
+    return HttpAccess(ours, frozenset(origins), server, tokens, remedy or HttpAccess.remedy, refusals)
 
 
 def store_of(run: RunConfig) -> TokenStore:

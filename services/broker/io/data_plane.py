@@ -316,7 +316,7 @@ class DataPlane:
             version=self.core.version,
             known_keys=known,
             keys_problem=self._door.problem[:PROBLEM_CHARS],
-            keys=keys,
+            keys=shared_run.with_refused(keys, now),
             engines=shared_run.engines(now, self.core.version),
             relays=shared_run.relays.report(now),
             workers=self._door.owners_of(self.core.joined_workers()[:KEYS_SHOWN]),

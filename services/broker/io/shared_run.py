@@ -47,6 +47,7 @@ from rolloutmq.schemas.wire.joining import (
     HttpToken,
     JoinedEngine,
     JoiningRequest,
+    KeyUse,
     RelayBeat,
     RunReply,
     SharedFile,
@@ -56,6 +57,7 @@ from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.broker_state import other_run, refuse
 from rolloutmq.services.broker.io.relays import Relays
 from rolloutmq.services.http_server.access import listed_keys
+from rolloutmq.services.http_server.refusals import read_refusals
 from rolloutmq.services.http_server.run_token import engine_token, http_token
 from rolloutmq.services.http_server.tokens import OWN, Listed
 
@@ -163,6 +165,25 @@ class SharedRun:
             )
             for name, at in sorted(self._beats.items())[:KEYS_SHOWN]
         )
+
+    def with_refused(self, keys: tuple[KeyUse, ...], now: float) -> tuple[KeyUse, ...]:
+        """Return the use of keys with what the HTTP servers of the run have refused them."""
+        found = read_refusals(self._layout.http_refused)
+        used = [
+            msgspec.structs.replace(key, refused={**key.refused, **found.pop(key.name).refused})
+            if key.name in found
+            else key
+            for key in keys
+        ]
+        used += [
+            KeyUse(name=name, role=self._role(name), silent_s=max(0.0, now - one.at), refused=one.refused)
+            for name, one in sorted(found.items())
+        ]
+        return tuple(used[:KEYS_SHOWN])
+
+    def _role(self, name: str) -> str:
+        listed = self._keys.value if self._keys is not None else ()
+        return next((key.role.value for key in listed if key.name == name and key.revoked is None), "")
 
     def sweep(self, now: float) -> None:
         """Remove the addresses of engines of other hosts that have been silent for long, and forget such relays.

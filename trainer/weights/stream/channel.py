@@ -15,6 +15,7 @@ The kernel's time limits apply to each call; a frame has `FRAME_S` in all, so a 
 import hashlib
 import hmac
 import secrets
+import select
 import socket
 import struct
 import time
@@ -36,7 +37,7 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES, Bytes
 from rolloutmq.trainer.weights.stream.messages import HEADER, SMALL_BYTES, Kind
 
-MAGIC: Final = b"RMQ-WEIGHTS-1\n"
+MAGIC: Final = b"RMQ-WEIGHTS-2\n"
 NONCE_BYTES: Final = 16
 PROOF_BYTES: Final = 32
 TAG_BYTES: Final = 16
@@ -201,6 +202,43 @@ class Channel:
         np.copyto(into[: len(data)], data)
         return self._packed(kind, body, into[: len(data)])
 
+    def send_now(self, kind: Kind, body: bytes, data: Bytes, left: int | None = None) -> int:
+        """Send as much of a clear frame as the network takes at once. Never waits.
+
+        Args:
+            kind, body, data: The frame.
+            left: Bytes of it that are not sent yet; None for all.
+
+        Returns:
+            Bytes of it that are not sent yet; if there are any, call `wait` and try again.
+
+        Raises:
+            WeightsNotSentError: The peer is gone.
+        """
+        assert self._out is None
+        start = HEADER.pack(kind, len(body), len(data)) + body
+        total = len(start) + len(data)
+        done = 0 if left is None else total - left
+        rest = memoryview(start)[done:], data[max(0, done - len(start)) :].data
+        try:
+            done += self._socket.sendmsg(rest, (), socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return total - done
+        except OSError as error:
+            raise lost(self.peer, _why(error)) from None
+        return total - done
+
+    def wait(self) -> None:
+        """Wait until the network takes more.
+
+        Raises:
+            WeightsNotSentError: The peer has not read for `STALL_S`.
+        """
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        if not poll.poll(1e3 * STALL_S):
+            raise lost(self.peer, "no progress in time")
+
     def unload(self, loaded: "Loaded") -> None:
         """Send a loaded frame. Blocks and raises as `send`."""
         self._transmit(loaded)
@@ -351,9 +389,11 @@ class AesGcm:
 
     def __init__(self, key: bytes) -> None:
         require_cipher()
+        from cryptography.exceptions import InvalidTag  # pyright: ignore[reportMissingImports]
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # pyright: ignore[reportMissingImports]
 
         self._aead: Any = AESGCM(key)
+        self._wrong_tag: type[Exception] = InvalidTag
         self._count = 0
 
     def _nonce(self) -> bytes:
@@ -366,11 +406,9 @@ class AesGcm:
 
     def open(self, data: Any, authenticated: bytes, into: Any) -> None:
         """See `Cipher.open`."""
-        from cryptography.exceptions import InvalidTag  # pyright: ignore[reportMissingImports]
-
         try:
             self._aead.decrypt_into(self._nonce(), data, authenticated, into)
-        except InvalidTag:
+        except self._wrong_tag:
             raise ValueError("tag") from None
 
 

@@ -17,7 +17,8 @@ from rolloutmq.trainer.weights.manifest import WeightManifest
 CHUNK_BYTES: Final = 1 << 20
 """Fits the cache of a core, so that copy, digest and cipher read each byte from memory once."""
 DIGEST: Final = np.dtype([("crc", "<u4"), ("sum", "<u8"), ("known", "u1")])
-"""A digest; `known` is 0 where there is none."""
+"""A digest; `known` is 0 where there is none, and `HERE` where the chunk is there without one."""
+HERE: Final = 2
 
 Bytes = npt.NDArray[np.uint8]
 Digests = npt.NDArray[Any]
@@ -44,6 +45,11 @@ def digest(data: Bytes) -> tuple[int, int, int]:
     total = int(np.add.reduce(data[:whole].view(np.uint64), dtype=np.uint64))
     tail = int.from_bytes(data[whole:].tobytes(), "little")
     return int(google_crc32c.value(data)), (total + tail) & (2**64 - 1), 1
+
+
+def checksum(data: Bytes) -> int:
+    """Return the CRC32C of a chunk, which shows damage on its way. Takes two thirds of the time of a digest."""
+    return int(google_crc32c.value(data))
 
 
 def digests(data: Bytes) -> Digests:

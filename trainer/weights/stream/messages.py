@@ -37,6 +37,8 @@ HEADER: Final = struct.Struct("<BII")
 """Kind of the frame, bytes of its body, bytes of its data."""
 CHUNK: Final = struct.Struct("<IIQ")
 """Number of the chunk, and its digest."""
+WHOLE: Final = struct.Struct("<II")
+"""Number of a chunk of a version that is sent whole, and its CRC32C; 0 in a sealed connection, which needs none."""
 NAME_BYTES: Final = 128
 """Longest name of a write."""
 SMALL_BYTES: Final = 1 << 12
@@ -56,6 +58,8 @@ class Kind(IntEnum):
     CHUNK = 6
     DONE = 7
     RENEW = 8
+    WHOLE = 9
+    """A chunk of a version that is sent whole."""
 
 
 class Follow(msgspec.Struct, frozen=True):
@@ -84,6 +88,8 @@ class Take(msgspec.Struct, frozen=True):
     manifest: bool
     """Whether it needs the manifest; it then has no chunk."""
     digests: bytes
+    resumes: bool = False
+    """Whether it has chunks of a transfer that broke off, and so needs only the others."""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,8 +97,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True):
 
     sent: int
     same: int
-    table: int
-    """CRC32C of all digests of the write."""
+    table: int | None
+    """CRC32C of all digests of the write; None if it was sent whole, without digests."""
 
 
 def decoded(body: bytes | memoryview, kind: type[_M]) -> _M:

@@ -32,6 +32,7 @@ from rolloutmq.trainer.weights.lock import WRITE_PATIENCE_S
 from rolloutmq.trainer.weights.stream.channel import Channel, Frame
 from rolloutmq.trainer.weights.stream.chunks import (
     CHUNK_BYTES,
+    HERE,
     Digests,
     count_of,
     digests,
@@ -40,6 +41,7 @@ from rolloutmq.trainer.weights.stream.chunks import (
 )
 from rolloutmq.trainer.weights.stream.messages import (
     CHUNK,
+    WHOLE,
     Done,
     Follow,
     Kind,
@@ -141,7 +143,8 @@ class Receiver:
         require_offer(offer)
         self._require_room(offer)
         known = self._segment is not None and self._segment.layout == offer.layout
-        take = Take(manifest=not known, digests=self._told(offer, known=known).tobytes())
+        resumes = self._resumes(offer)
+        take = Take(manifest=not known, digests=self._told(offer, known=known).tobytes(), resumes=resumes)
         channel.send(Kind.TAKE, msgspec.msgpack.encode(take))
         if not known:
             encoded = _expected(channel.receive(offer.manifest_bytes), Kind.MANIFEST)
@@ -158,6 +161,14 @@ class Receiver:
         self._stage.seal(offer.version, offer.write)
         self._switch(offer.version, offer.write)
         return sent
+
+    def _resumes(self, offer: Offer) -> bool:
+        """Return whether chunks of the offered layout are here from a transfer that broke off."""
+        stage = self._stage
+        if stage is None or stage.layout != offer.layout or not stage.table["known"].any():
+            return False
+        stage.complete()
+        return True
 
     def _told(self, offer: Offer, *, known: bool) -> Digests:
         """Return the digests of the chunks that this side has of the offered layout."""
@@ -212,30 +223,37 @@ class Receiver:
     def _receive_chunks(self, channel: Channel, offer: Offer) -> tuple[int, Done]:
         assert self._stage is not None
         sent = 0
-        while (frame := channel.receive()).kind is Kind.CHUNK:
-            if len(frame.body) != CHUNK.size:
+        while (frame := channel.receive()).kind in {Kind.CHUNK, Kind.WHOLE}:
+            whole = frame.kind is Kind.WHOLE
+            header = WHOLE if whole else CHUNK
+            if len(frame.body) != header.size:
                 raise MalformedError(f"weights: a chunk with a header of {len(frame.body)} bytes")
-            index, crc, total = CHUNK.unpack(frame.body)
+            index, crc, *total = header.unpack(frame.body)
             count = count_of(offer.nbytes)
             size = min(CHUNK_BYTES, offer.nbytes - index * CHUNK_BYTES)
             if index >= count or frame.data != size:
                 raise MalformedError(f"weights: chunk {index} of {count} with {frame.data} bytes")
             channel.data_into(frame, self._stage.place(index).data)
-            # What a cipher has authenticated needs no second proof.
-            if not channel.sealed and self._stage.digest(index) != (crc, total, 1):
+            # What a cipher has authenticated needs no second proof; else the CRC32C shows damage on the way.
+            if not channel.sealed and self._stage.checksum(index) != crc:
                 assert self._segment is not None
                 names = tensors_at(self._segment.manifest, index)
                 raise WeightsDamagedError(
                     channel.peer, f"chunk {index} ({names}) does not match its checksum"
                 )
-            self._stage.keep(index, (crc, total, 1))
+            if whole:
+                self._stage.keep_whole(index)
+            else:
+                self._stage.keep(index, (crc, *total, 1))
             sent += 1
         return sent, decoded(_expected(frame, Kind.DONE), Done)
 
     def _require_whole(self, channel: Channel, sent: int, done: Done) -> None:
-        have = self._have()
-        missing = len(have) - int(have["known"].sum())
-        if done.sent != sent or missing or table_sum(have) != done.table:
+        assert self._stage is not None
+        have = self._have() if done.table is not None else self._stage.table
+        missing = int((have["known"] == 0).sum())
+        differs = done.table is not None and table_sum(have) != done.table
+        if done.sent != sent or missing or differs:
             raise WeightsDamagedError(
                 channel.peer,
                 f"{sent} chunks of {done.sent} came, {missing} are missing, or the digests differ",
@@ -247,6 +265,7 @@ class Receiver:
         assert self._segment is not None
         parts = [(index * CHUNK_BYTES, part) for index, part in self._stage.kept()]
         after = self._have()
+        after[after["known"] == HERE] = 0
         self._table["known"][self._stage.table["known"] != 0] = 0  # if the copy fails they hold anything
         with self._segment.writing(version, WRITE_PATIENCE_S):
             copy_parts(self._segment.data, parts)

@@ -29,6 +29,7 @@ from rolloutmq.trainer.weights.stream.chunks import Digests, unknown
 from rolloutmq.trainer.weights.stream.chunks import decoded as decoded_table
 from rolloutmq.trainer.weights.stream.messages import (
     CHUNK,
+    WHOLE,
     Done,
     Follow,
     Kind,
@@ -224,8 +225,12 @@ class Transfers:
         take = decoded(answer.body, Take)
         if take.manifest:
             self._channel.send(Kind.MANIFEST, snapshot.encoded)
-        sent = self._send_chunks(snapshot, take)
-        table = table_sum(snapshot.table())
+        if snapshot.whole and not take.resumes:
+            sent, table = self._send_all(snapshot), None
+        else:
+            sent = self._send_chunks(snapshot, take)
+            table = table_sum(snapshot.table())
+            self._snapshots.learn(snapshot)
         done = Done(sent=sent, same=len(snapshot) - sent, table=table)
         self._channel.send(Kind.DONE, msgspec.msgpack.encode(done))
         logger.info(
@@ -240,7 +245,22 @@ class Transfers:
         Another thread makes digests and ciphers of the next chunks while this one waits for the network.
         """
         theirs = decoded_table(take.digests, len(snapshot))
-        chunks = self._loaded(snapshot, unknown(len(snapshot)) if theirs is None else theirs)
+        return self._unload(self._loaded(snapshot, unknown(len(snapshot)) if theirs is None else theirs))
+
+    def _send_all(self, snapshot: Snapshot) -> int:
+        """Send all chunks without digests, clear ones without a copy; return their number."""
+        if self._channel.sealed:
+            return self._unload(self._sealed(snapshot))
+        for index in range(len(snapshot)):
+            body, left = WHOLE.pack(index, snapshot.checksum(index)), None
+            while left != 0:
+                if left is not None:
+                    self._channel.wait()
+                with snapshot.chunk(index) as data:
+                    left = self._channel.send_now(Kind.WHOLE, body, data, left)
+        return len(snapshot)
+
+    def _unload(self, chunks: Iterator[Loaded]) -> int:
         sent = 0
         with ThreadPoolExecutor(1, "weights-loader") as loader:
             ahead = deque(loader.submit(next, chunks, None) for _ in range(LOADED))
@@ -249,6 +269,12 @@ class Transfers:
                 self._channel.unload(loaded)
                 sent += 1
         return sent
+
+    def _sealed(self, snapshot: Snapshot) -> Iterator[Loaded]:
+        for index in range(len(snapshot)):
+            with snapshot.chunk(index) as data:
+                loaded = self._channel.load(Kind.WHOLE, WHOLE.pack(index, 0), data)
+            yield loaded
 
     def _loaded(self, snapshot: Snapshot, theirs: Digests) -> Iterator[Loaded]:
         for index in range(len(snapshot)):

@@ -30,13 +30,16 @@ from rolloutmq.schemas.errors import (
 )
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 from rolloutmq.trainer.weights.stream.chunks import (
+    HERE,
     Bytes,
     Digests,
+    checksum,
     chunk,
     count_of,
     digest,
     unknown,
 )
+from rolloutmq.trainer.weights.stream.density import Density
 from rolloutmq.trainer.weights.stream.segment import WeightSegment, copy_parts
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,8 @@ class Snapshot:
         self.layout = segment.layout
         self.users = 0
         """Transfers that use it."""
+        self.whole = False
+        """It is sent whole, without digests."""
         self.digests = unknown(count_of(segment.data.size))
         """Digests of the chunks, as far as they are known; `table` has all."""
         self._data = segment.data
@@ -119,10 +124,18 @@ class Snapshot:
     def digest(self, index: int) -> tuple[int, int, int]:
         """Return the digest of a chunk; computed once for all receivers. For any thread."""
         row = self.digests[index]
-        if not row["known"]:
+        if row["known"] != 1:
             with self.chunk(index) as data:
                 self.digests[index] = digest(data)
         return row.item()  # type: ignore[no-any-return]
+
+    def checksum(self, index: int) -> int:
+        """Return the CRC32C of a chunk; computed once for all receivers. For any thread."""
+        row = self.digests[index]
+        if not row["known"]:
+            with self.chunk(index) as data:
+                self.digests[index] = (checksum(data), 0, HERE)
+        return int(row["crc"])
 
     def table(self) -> Digests:
         """Return all digests."""
@@ -153,11 +166,17 @@ class Snapshots:
         """The last of them, while it holds the lock of the weights."""
         self._until = 0.0
         self._spare: Bytes | None = None
-        self._known = "", unknown(0)
-        """The last write that was held, and its digests: another snapshot of it needs no new ones."""
+        self._known = "", unknown(0), False
+        """The last write that was held, its digests, and whether it is sent whole; the same for each snapshot of it."""
         self._watching: threading.Thread | None = None
         self._closed = False
         self._throttle = LogThrottle()
+        self._density = Density()
+
+    def learn(self, snapshot: Snapshot) -> None:
+        """Note that all digests of a snapshot are known."""
+        with self._turn:
+            self._density.learn(snapshot.write, snapshot.digests)
 
     def newer(self, write: str) -> Snapshot | None:
         """Return a snapshot of the newest write, or None if the receiver has that; `release` it after use.
@@ -231,8 +250,10 @@ class Snapshots:
             return
         made = Snapshot(segment, version, memory)
         if self._known[0] == made.write:
-            made.digests = self._known[1]
-        self._known = made.write, made.digests
+            made.digests, made.whole = self._known[1:]
+        else:
+            made.whole = self._density.begin()
+        self._known = made.write, made.digests, made.whole
         self._kept.append(made)
         self._held, self._until = made, time.monotonic() + HOLD_S
         if self._watching is None:

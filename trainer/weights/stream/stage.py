@@ -24,7 +24,16 @@ from rolloutmq.bus.shm.segment_file import SegmentFile
 from rolloutmq.schemas.errors import MissingError, SegmentGoneError
 from rolloutmq.schemas.files import StagedWeights
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES, DIGEST, Bytes, chunk, count_of, digest
+from rolloutmq.trainer.weights.stream.chunks import (
+    CHUNK_BYTES,
+    DIGEST,
+    HERE,
+    Bytes,
+    checksum,
+    chunk,
+    count_of,
+    digest,
+)
 from rolloutmq.trainer.weights.stream.messages import NAME_BYTES
 
 KIND: Final = "stage"
@@ -138,10 +147,23 @@ class Stage:
         """Return the digest of the bytes of a chunk, as they are now."""
         return digest(chunk(self._data, index))
 
+    def checksum(self, index: int) -> int:
+        """Return the CRC32C of the bytes of a chunk, as they are now."""
+        return checksum(chunk(self._data, index))
+
     def keep(self, index: int, found: tuple[int, int, int]) -> None:
         """Count a chunk as received."""
         self.table[index] = (*found[:2], 0)
         self.table[index]["known"] = 1
+
+    def keep_whole(self, index: int) -> None:
+        """Count a chunk as received that came without a digest."""
+        self.table[index] = (0, 0, HERE)
+
+    def complete(self) -> None:
+        """Make the digests of chunks that came without one: a transfer broke off, and the next one needs them."""
+        for index in np.flatnonzero(self.table["known"] == HERE).tolist():
+            self.keep(index, self.digest(index))
 
     def seal(self, version: PolicyVersion, write: str) -> None:
         """Declare the version whole: its chunks are here, or already in the weights."""

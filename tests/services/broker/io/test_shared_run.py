@@ -29,12 +29,14 @@ from rolloutmq.schemas.wire.joining import (
     GetRun,
     GetWeightsTicket,
     HttpToken,
+    KeyUse,
     RelayBeat,
     RunReply,
     WeightsTicket,
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.services.broker.io.shared_run import GONE_S, KEPT_S, SharedRun
+from rolloutmq.services.http_server.refusals import HttpRefusals
 from rolloutmq.services.http_server.run_token import engine_token
 
 EPOCH = 5
@@ -333,6 +335,23 @@ def test_two_hosts_have_no_engine_of_one_name(run_dir: Path) -> None:
     assert isinstance(refused, ErrorReply)
     assert "an engine of another host called b has it (got inference.gpu7 of host b)" in refused.detail
     assert [one.host for one in run.engines(17.0, PolicyVersion())] == ["b"]
+
+
+def test_what_http_servers_refuse_counts_to_the_key(run_dir: Path) -> None:
+    """`status` counted what the broker refused, and nothing of what gateway and engines did."""
+    run, keys = (
+        shared_of(run_dir),
+        (KeyUse(name="w", role="worker", silent_s=2.0, refused={"drain workers": 1}),),
+    )
+    assert run.with_refused(keys, 9.0) == keys
+    refusals = HttpRefusals(RunLayout(run_dir).http_refused, lambda: 5.0)
+    for key in ("w", "old", "old"):
+        refusals.add(key, "HTTP gateway with a revoked token")
+    refusals.write()
+    first, second = run.with_refused(keys, 9.0)
+    assert first.refused == {"drain workers": 1, "HTTP gateway with a revoked token": 1}
+    assert (second.name, second.role, second.silent_s) == ("old", "", 4.0)
+    assert second.refused == {"HTTP gateway with a revoked token": 2}
 
 
 def test_it_tells_when_the_run_needs_no_engine_any_more(run_dir: Path) -> None:

@@ -35,6 +35,7 @@ from rolloutmq.trainer.policy.adapters import Adapters
 from rolloutmq.trainer.policy.model import build_policy
 from rolloutmq.trainer.weights.posix_shm import WeightShare
 from rolloutmq.trainer.weights.stream import receiver as receiver_module
+from rolloutmq.trainer.weights.stream import stage as stage_module
 from rolloutmq.trainer.weights.stream.channel import Channel
 from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES, digests
 from rolloutmq.trainer.weights.stream.messages import CHUNK, Done, Kind, Offer, layout_of, table_sum
@@ -163,6 +164,68 @@ def test_a_version_that_is_here_is_not_written_again(trainer: Trainer, host: Run
         assert segment.write != write
         assert engine.version_whole() == V(0, 1)
         segment.close()
+        channel.close()
+        engine.share.close()
+
+
+@pytest.mark.parametrize("listen", ["tcp://127.0.0.1:0", "tcp://0.0.0.0:0"], ids=["clear", "sealed"])
+def test_versions_that_change_everything_are_sent_whole_and_resumed_after_a_cut(
+    trainer: Trainer, host: RunLayout, listen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests of both sides took longer than the transfer."""
+    if "0.0.0.0" in listen:
+        pytest.importorskip("cryptography")
+    made: list[int] = []
+    real = stage_module.Stage.keep_whole
+
+    def noted(stage: stage_module.Stage, index: int) -> None:
+        made.append(index)
+        real(stage, index)
+
+    monkeypatch.setattr(stage_module.Stage, "keep_whole", noted)
+    with trainer.served(listen) as address, wire(address.port) as cable, received(host) as mine:
+        channel = dial(address, cable.port)
+        mine.take_next(channel)
+        engine, whole = Engine(host), cable.passed
+        for step in range(1, 5):
+            trainer.step(step)
+            mine.take_next(channel)
+            assert engine.version_whole() == V(0, step)
+        chunks = len(made) // 3
+        assert made == [*range(chunks)] * 3, "the first two showed that all of it changes"
+        trainer.step(5)
+        cable.cut_after = cable.passed + int(0.9 * whole)
+        with pytest.raises(WeightsNotSentError):
+            mine.take_next(channel)
+        channel.close()
+        cable.cut_after, before = None, cable.passed
+        channel = dial(address, cable.port)
+        mine.take_next(channel)
+        assert engine.version_whole() == V(0, 5)
+        assert cable.passed - before < 2.2 * CHUNK_BYTES + 0.1 * whole, "only what was missing"
+        channel.close()
+        engine.share.close()
+
+
+@pytest.mark.parametrize("at", [100, 5 * CHUNK_BYTES], ids=["first", "middle"])
+def test_a_changed_byte_of_a_version_that_is_sent_whole_is_refused(
+    trainer: Trainer, host: RunLayout, at: int
+) -> None:
+    with trainer.served() as address, wire(address.port) as cable, received(host) as mine:
+        channel = dial(address, cable.port)
+        for step in range(4):
+            trainer.step(step)
+            mine.take_next(channel)
+        engine = Engine(host)
+        trainer.step(4)
+        cable.change_at = cable.passed + 200 + at
+        with pytest.raises(WeightsDamagedError, match="does not match its checksum"):
+            mine.take_next(channel)
+        channel.close()
+        assert engine.version_whole() == V(0, 3)
+        channel = dial(address, cable.port)
+        mine.take_next(channel)
+        assert engine.version_whole() == V(0, 4)
         channel.close()
         engine.share.close()
 
