@@ -58,6 +58,8 @@ class Fate:
         """Return the fate as one line."""
         match self.life:
             case RunLiveness.LIVING:
+                if endpoints_of(layout) is None:  # a broker that ends in order removes them
+                    return f"the run in {layout.root} starts or ends: its launcher runs, and no broker does; try again"
                 return f"the run in {layout.root} is active"
             case RunLiveness.ENDED:
                 return f"the run in {layout.root} has ended: {self.reason}"

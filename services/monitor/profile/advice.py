@@ -145,7 +145,7 @@ MORE_INFERENCE: Final = "more inference: raise `inference.max_engines`, or use f
 LARGER_MARK: Final = "a larger mark: raise `broker.high_bytes` or `broker.high_groups`"
 SMALLER_GROUPS: Final = "smaller groups: lower `group_size`, or make the batch a multiple of it"
 MORE_TASKS: Final = "more tasks"
-FASTER_DISK: Final = 'a faster disk, or `broker.durability = "os"`'
+FASTER_DISK: Final = 'a faster disk, room on a full one, or `broker.durability = "os"`'
 
 TRAINER: Final[Mapping[str, str]] = {
     Wait.NO_EXACT_FIT: SMALLER_GROUPS,

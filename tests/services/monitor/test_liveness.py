@@ -42,7 +42,11 @@ def test_nothing_was_ever_there(layout: RunLayout) -> None:
 def test_a_run_lives_with_its_launcher(layout: RunLayout) -> None:
     write_json(layout.owner, me(Role.LAUNCHER))
     layout.summary.write_text("{}")  # of an earlier life
-    assert fate_of(layout).life is RunLiveness.LIVING
+    fate = fate_of(layout)
+    assert fate.life is RunLiveness.LIVING
+    assert "starts or ends" in fate.say(layout)
+    write_json(layout.endpoints, endpoints(os.getpid()))
+    assert fate.say(layout).endswith("is active")
 
 
 def test_a_broker_that_was_started_by_hand_is_life_too(layout: RunLayout, launcher: ProcessIdentity) -> None:
