@@ -13,7 +13,6 @@ from typing import Final
 from rolloutmq.bus.lifecycle import gc_paused
 from rolloutmq.launch.endings import guarded
 from rolloutmq.schemas.process import python_command
-from rolloutmq.services.process.ending import note_end
 
 
 def broker(run_dir: Path) -> int:
@@ -134,6 +133,8 @@ def main() -> None:
     try:
         guarded(lambda: STARTS[name](run_dir, **options))
     except SystemExit as end:
+        from rolloutmq.services.process.ending import note_end  # loaded by the service anyway
+
         note_end(end.code if isinstance(end.code, int) else int(bool(end.code)))
         raise
 
