@@ -133,7 +133,7 @@ def main() -> None:
     try:
         guarded(lambda: STARTS[name](run_dir, **options))
     except SystemExit as end:
-        from rolloutmq.services.process.ending import note_end
+        from rolloutmq.services.process.ending import note_end  # loaded by the service anyway
 
         note_end(end.code if isinstance(end.code, int) else int(bool(end.code)))
         raise
