@@ -117,7 +117,7 @@ def sections(shown: Shown, now: float, wall: float) -> Sections:
         "by_split": [] if pressure is None else _by_split(pressure),
         "findings": [_plain(one) for one in board.findings(now)],
         "decisions": list(shown.record.decisions)[-50:],
-        "hops": shown.record.latencies.rows(),
+        "hops": shown.record.latencies.rows() if shown.reading.is_whole else [],
         "figures": dict(board.figures),
         "not_finite": list(board.not_finite),
         "evaluation": _evaluation(files),
@@ -383,7 +383,10 @@ def _problems(shown: Shown) -> Iterator[dict[str, str]]:
     if shown.reading.problem:
         yield {"what": "record", "text": shown.reading.problem}
     if shown.reading.damaged:
-        yield {"what": "record", "text": f"metrics.jsonl: {shown.reading.damaged} damaged lines are left out"}
+        yield {
+            "what": "record",
+            "text": f"metrics.jsonl: damaged lines are left out: {shown.reading.damaged}",
+        }
 
 
 def _settings(shown: Shown) -> list[dict[str, Any]]:

@@ -112,7 +112,11 @@ def _figures(runs: Sequence[ComparedRun]) -> Iterator[tuple[str, ...]]:
         row("trainer starved, whole run", lambda run: run.starved_of_run, _part),
         row("trainer starved, from first batch", lambda run: run.starved, _part),
         row("workers blocked, from first batch", lambda run: run.blocked, _part),
-        row("staleness, at most", _counted("staleness_max"), _count),
+        row(
+            "staleness, at most",
+            lambda run: run.counts["staleness_max"] if run.counts["steps"] else None,
+            _count,
+        ),
         row("staleness, bound", _counted("staleness_bound"), _count),
     ]
     envs = dict.fromkeys(env for run in runs for env in run.rewards)

@@ -75,7 +75,7 @@ def _leased_elsewhere() -> Bench:
         (_no_batch, Wait.NO_BATCH, 1, "more workers"),
         (_batch_exceeds_cap, Wait.BATCH_EXCEEDS_CAP, 1, "a larger mark"),
         (_journal_slow, Wait.JOURNAL_SLOW, 1, "a faster disk"),
-        (_leased_elsewhere, Wait.LEASED_ELSEWHERE, 2, "settle each batch before the next pull"),
+        (_leased_elsewhere, Wait.LEASED_ELSEWHERE, 2, "a faster slowest rank"),
     ],
 )
 def test_every_wait_of_a_trainer_is_named(
