@@ -23,6 +23,7 @@ from rolloutmq.services.broker.journal.format.events import (
 )
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent, decode_events, decode_meta
 from rolloutmq.services.broker.journal.format.records import FILE_HEADER_BYTES, Damage, Record
+from rolloutmq.services.broker.journal.inspect.packed import PackedEvents
 from rolloutmq.services.broker.journal.read.event_log_reader import EVENTS, log_path
 from rolloutmq.services.broker.journal.read.record_file import RecordFile
 from rolloutmq.services.broker.journal.read.segments import GROUP, is_numbered, numbered_files
@@ -47,7 +48,7 @@ class LogHistory(NamedTuple):
     number: int
     at: float
     """Wall-clock seconds of the snapshot."""
-    snapshot: tuple[AnyEvent, ...]
+    snapshot: PackedEvents
     whole: bool
     """The snapshot is complete."""
     commits: Iterator[Commit]
@@ -55,7 +56,7 @@ class LogHistory(NamedTuple):
     @property
     def began(self) -> Began | None:
         """The life of the broker that began with this log, if one did."""
-        return next((item for item in self.snapshot if isinstance(item, Began)), None)
+        return next(self.snapshot.of(Began), None)
 
 
 class Sighting(NamedTuple):
@@ -172,9 +173,9 @@ class _Seen:
             elif isinstance(event, Numbers):
                 self.order = max(self.order, event.next_order - 1)
 
-    def unnoticed(self, snapshot: Iterable[AnyEvent]) -> list[Accepted]:
+    def unnoticed(self, snapshot: PackedEvents) -> list[Accepted]:
         """Return the groups of a new life's state that no event named, by order."""
-        found = (one.accepted for one in snapshot if isinstance(one, GroupSnapshot))
+        found = (one.accepted for one in snapshot.of(GroupSnapshot))
         return sorted((one for one in found if one.order > self.order), key=lambda one: one.order)
 
 
@@ -203,22 +204,22 @@ class _Reading:
 
     def log(self) -> LogHistory:
         records = self._records()
-        items: list[AnyEvent] = []
+        snapshot = PackedEvents()
         at = 0.0
         found = len(self._damage)
-        for kind, commit in records:
+        for kind, commit, data in records:
             if kind == EVENTS:
                 whole = found == len(self._damage)
-                return LogHistory(self._number, commit.at, tuple(items), whole, self._walk(commit, records))
-            items += commit.events
+                return LogHistory(self._number, commit.at, snapshot, whole, self._walk(commit, records))
+            snapshot.add(data, commit.events)
             at = commit.at
-        return LogHistory(self._number, at, tuple(items), False, iter(()))
+        return LogHistory(self._number, at, snapshot, False, iter(()))
 
-    def _walk(self, first: Commit, rest: Iterator[tuple[int, Commit]]) -> Iterator[Commit]:
+    def _walk(self, first: Commit, rest: Iterator[tuple[int, Commit, bytes]]) -> Iterator[Commit]:
         yield first
-        yield from (commit for _, commit in rest)
+        yield from (commit for _, commit, _ in rest)
 
-    def _records(self) -> Iterator[tuple[int, Commit]]:
+    def _records(self) -> Iterator[tuple[int, Commit, bytes]]:
         if not is_numbered(self._file.nonce, self._number):
             self._damage.append(f"{self._name} has the header of another log")
             return
@@ -234,7 +235,7 @@ class _Reading:
             if number != self._expected:
                 self._damage.append(f"{self._name}: records {self._expected} to {number - 1} are missing")
             self._expected = number + 1
-            yield found.kind, commit
+            yield found.kind, commit, b"".join(found.frames)
 
     def _note(self, found: Damage) -> None:
         what = f"{self._name}: {found.nbytes} bytes at {found.offset} are damaged"

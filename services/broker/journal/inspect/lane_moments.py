@@ -9,7 +9,7 @@ from math import isclose
 from typing import Final
 
 from rolloutmq.schemas.statistics.moments import Moments
-from rolloutmq.schemas.wire.envelope import GroupHeader, Split
+from rolloutmq.schemas.wire.envelope import RewardSummary, Split
 from rolloutmq.services.broker.journal.format.events import Accepted, LaneSnapshot, Vacated, WasReset
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
 
@@ -24,13 +24,16 @@ class LaneMoments:
 
     def __init__(self) -> None:
         self._lanes: dict[LaneName, Moments] = {}
-        self._since: list[tuple[LaneName, GroupHeader] | Vacated | WasReset] = []
+        self._names: dict[LaneName, LaneName] = {}
+        self._since: list[tuple[LaneName, RewardSummary, int] | Vacated | WasReset] = []
+        """Rewards and sequences of groups, not their headers, which are ten times as large."""
 
     def apply(self, event: AnyEvent) -> None:
         """Note an event. A requeued group was counted when it was first accepted."""
         if isinstance(event, Accepted):
             if not event.requeued:
-                self._since.append(((event.env, event.split), event.header))
+                name = self._names.setdefault((event.env, event.split), (event.env, event.split))
+                self._since.append((name, event.header.rewards, event.header.sequences))
         elif isinstance(event, Vacated | WasReset):
             self._since.append(event)
 
@@ -63,9 +66,9 @@ class LaneMoments:
                 for name in event.lanes:
                     lanes.pop(name, None)
             else:
-                name, header = event
+                name, rewards, sequences = event
                 before = lanes.get(name, Moments())
-                lanes[name] = before.after(header.rewards, header.sequences, half_lives.get(name))
+                lanes[name] = before.after(rewards, sequences, half_lives.get(name))
         return lanes
 
 

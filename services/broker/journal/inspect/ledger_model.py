@@ -40,6 +40,7 @@ from rolloutmq.services.broker.journal.format.events import (
 )
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent
 from rolloutmq.services.broker.journal.inspect.history import JournalHistory, unlogged
+from rolloutmq.services.broker.journal.inspect.packed import PackedGroups
 
 Stream = tuple[str, Split]
 """A consumer group and a split."""
@@ -106,7 +107,7 @@ class SnapshotModel:
     def __init__(self) -> None:
         self.states: dict[int, GroupState] = {}
         self.ids: dict[int, str] = {}
-        self.known: dict[int, Accepted] = {}
+        self.known = PackedGroups()
         """Acceptance and address of each group the broker still needs."""
         self.before: Counter[GroupState] = Counter()
         """Counted groups without a name: they ended before the history begins."""
@@ -432,7 +433,7 @@ class LedgerModel(SnapshotModel):
         if reason:
             self.reasons[f"{state.value}({reason})"] += 1
         if state not in {GroupState.TRAINED, GroupState.FILTERED}:
-            self.known.pop(order, None)
+            self.known.forget(order)
 
     def _commit(self, event: Committed) -> None:
         batches = self.uncommitted[event.group]
@@ -443,7 +444,7 @@ class LedgerModel(SnapshotModel):
         for order in batch.orders():
             if self.states.get(order) is GroupState.TRAINED:
                 self._put((order,), GroupState.COMMITTED)
-            self.known.pop(order, None)
+            self.known.forget(order)
 
     def _let_go(self, event: Forgot) -> None:
         batches = self.uncommitted[event.group]
@@ -453,7 +454,7 @@ class LedgerModel(SnapshotModel):
     def _forget(self, batch: UncommittedBatch) -> None:
         for order in batch.orders():
             self.forgotten += self.states.get(order) is GroupState.TRAINED
-            self.known.pop(order, None)
+            self.known.forget(order)
 
     def _rewind(self, event: Rewound) -> None:
         """Commit the batches before the version; a batch without a step is before it if a later step is."""
@@ -497,10 +498,8 @@ class LedgerModel(SnapshotModel):
 
     def moved(self, later: SnapshotModel) -> None:
         """Adopt the present addresses of the groups from a snapshot."""
-        for order, accepted in later.known.items():
-            if order in self.known:
-                self.known[order] = accepted
-                self.last_segment = max(self.last_segment, later.last_segment)
+        self.known.renew(later.known)
+        self.last_segment = max(self.last_segment, later.last_segment)
 
     def adopt(self, later: SnapshotModel) -> None:
         """Adopt a snapshot that differs."""

@@ -17,7 +17,7 @@ import msgspec
 
 from rolloutmq.schemas.files import AckedGroup
 from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
-from rolloutmq.services.broker.journal.format.events import Accepted, GroupState
+from rolloutmq.services.broker.journal.format.events import Accepted, GroupState, LaneSnapshot
 from rolloutmq.services.broker.journal.inspect.history import (
     SEGMENTS,
     JournalHistory,
@@ -156,7 +156,7 @@ class LedgerVerifier:
 
     def _begin(self, log: LogHistory) -> None:
         self._model.open(log.snapshot)
-        self._moments.open(log.snapshot)
+        self._moments.open(log.snapshot.of(LaneSnapshot))
         self._begun_at = self._model.highest
         if self._model.accepted:
             self.verdict.since = log.at
@@ -171,7 +171,7 @@ class LedgerVerifier:
                 self._moments.apply(accepted)
         name = log_path(self._journal, log.number).name
         found = [*later.problems, *differences(model, later, name)]
-        self._note(*map(Problem, self._moments.compare(log.snapshot, name)))
+        self._note(*map(Problem, self._moments.compare([*log.snapshot.of(LaneSnapshot)], name)))
         self._note(*found)
         if found:
             model.adopt(later)
@@ -202,21 +202,22 @@ class LedgerVerifier:
 
     def check_records(self, quick: bool) -> None:
         """Check the record of each group that is still needed."""
-        needed: defaultdict[int, dict[int, Accepted]] = defaultdict(dict)
-        for accepted in self._model.known.values():
+        needed: defaultdict[int, list[int]] = defaultdict(list)
+        known = self._model.known
+        for accepted in known.values():
             if accepted.place is None:
                 self._miss(accepted, "no event has its address")
             else:
-                needed[accepted.place.segment][accepted.order] = accepted
+                needed[accepted.place.segment].append(accepted.order)
         for number, path in files(self._journal, SEGMENTS).items():
-            wanted = needed.pop(number, {})
+            wanted = {order: known[order] for order in needed.pop(number, ())}
             left = self._glance(number, path, wanted) if quick else self._read(number, path, wanted)
             for accepted in left:
                 assert accepted.place is not None
                 self._miss(accepted, f"its record in {path.name} at {accepted.place.offset} is damaged")
-        for number, wanted in needed.items():
-            for accepted in wanted.values():
-                self._miss(accepted, f"its segment groups-{number:08d}.rmq is gone")
+        for number, orders in needed.items():
+            for order in orders:
+                self._miss(known[order], f"its segment groups-{number:08d}.rmq is gone")
 
     def _read(self, number: int, path: Path, wanted: dict[int, Accepted]) -> Iterator[Accepted]:
         """Yield the groups without a whole record at their address."""
