@@ -38,6 +38,7 @@ evaluations.jsonl    points of the evaluation, and postponed ones       whoever 
 evaluation.json      tasks of the point under way; evaluation.lock       the same
 settled.jsonl        settled batches, as the broker knows them           broker
 dropped.jsonl        groups that left the queue untrained               broker
+clocks.jsonl         clocks of the workers of other hosts               broker
 owners.jsonl         names of producers and consumers, and their keys   broker, if it listens with keys
 saved.rmq            final state with its groups, at durability `memory`    broker
 journal/             groups-00000001.rmq ..., events-00000001.rmq ..., quarantine/  broker
@@ -115,6 +116,7 @@ class RunLayout:
         self.evaluation_lock = root / "evaluation.lock"
         self.settled = root / "settled.jsonl"
         self.dropped = root / "dropped.jsonl"
+        self.clocks = root / "clocks.jsonl"
         self.owners = root / "owners.jsonl"
         self.saved = root / "saved.rmq"
         self.journal = root / "journal"
@@ -432,6 +434,17 @@ class DroppedGroup(msgspec.Struct, frozen=True, kw_only=True):
     state: str
     """`expired`, `dead` or `discarded`."""
     reason: str
+
+
+class NotedClock(msgspec.Struct, frozen=True, kw_only=True):
+    """`clocks.jsonl`: the clock of a producer on another host from this time on."""
+
+    at: float
+    producer: str
+    offset_s: float
+    """Seconds that the broker's clock is ahead of the producer's."""
+    error_s: float
+    """Bound of the error of the offset."""
 
 
 class NameOwner(msgspec.Struct, frozen=True, kw_only=True):

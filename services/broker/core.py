@@ -15,7 +15,7 @@ durable. The data plane hands the events to the journal and holds durable action
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from rolloutmq.bus.encoding import topics
@@ -72,6 +72,7 @@ from rolloutmq.services.broker.requests.tasks import TaskRequests
 from rolloutmq.services.broker.snapshots.restore import BodySource, restore
 from rolloutmq.services.broker.snapshots.snapshot import snapshot
 from rolloutmq.services.broker.state.group_hops import GATHERED
+from rolloutmq.services.process.clock_log import Measured
 
 GRANT_S: Final = 0.05
 """How often credits are granted to waiting producers. Room freed by a settle is granted at once."""
@@ -319,6 +320,10 @@ class BrokerCore:
     def networked(self, status: NetworkStatus) -> None:
         """Note what is known of other hosts."""
         self._state.network = status
+
+    def clocks(self) -> Mapping[str, Measured]:
+        """Return the clocks of the producers of other hosts."""
+        return self._state.hops.clocks
 
     def joined_workers(self) -> list[str]:
         """Return the names of the workers that joined from other hosts."""

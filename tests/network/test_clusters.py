@@ -189,3 +189,26 @@ def test_workers_pass_over_an_engine_whose_relay_is_stuck(lab: Lab) -> None:
     for program in run.joined:
         assert program.wait() == 0, program.text()
         assert "the run has ended" in program.text()
+
+
+def test_an_engine_out_of_reach_is_named_and_costs_the_others_nothing(lab: Lab) -> None:
+    """Each rollout first lost seconds at it, and `status` listed it as good, newest and idle."""
+    run = EngineBeside(lab, "trainer.steps=100000", advertise="10.77.9.9")
+    named = re.compile(
+        r"engine_away, engine inference\.far is unreachable from \d workers?: worker sort3-\d+: "
+    )
+    run.up.expect(lambda: named.search(run.why()), "the engine in the line why", RUN_S)
+    run.advance()
+    status = run.head.call("rolloutmq", "status", RUN)
+    assert re.search(r"engine +inference\.far: .*10\.77\.9\.9.*, unreachable from \d workers?: ", status), (
+        status
+    )
+    wrong = run.joined.pop()
+    assert wrong.end() == 0, wrong.text()
+    run.join_engine("engine-again")
+    run.up.expect(run.engine_works, "requests at the engine", RUN_S)
+    run.up.expect(lambda: "inference.far" not in run.why(), "the end of the finding", RUN_S)
+    run.advance()
+    run.up.end()
+    for program in run.joined:
+        assert program.wait() == 0, program.text()

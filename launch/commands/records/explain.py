@@ -1,14 +1,14 @@
 """`rolloutmq explain`: print the history of one group, as text or JSON."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rolloutmq.launch.commands.records.ledger import recorded
-from rolloutmq.schemas.files import AckedGroup, DroppedGroup, RunLayout, SettledBatch
+from rolloutmq.schemas.files import AckedGroup, DroppedGroup, NotedClock, RunLayout, SettledBatch
 from rolloutmq.schemas.printable import moment, printable, printable_lines
 from rolloutmq.services.broker.journal.inspect.explain import (
     GroupHistory,
@@ -19,6 +19,7 @@ from rolloutmq.services.broker.journal.inspect.explain import (
 from rolloutmq.services.broker.journal.read.versions import require_own_records
 from rolloutmq.services.monitor.text.exit_codes import FAILED, complain, reader_may_leave
 from rolloutmq.services.monitor.text.jsonl import read_lines
+from rolloutmq.services.process.clock_log import clock_at
 
 LABEL = 14
 """Width of event names and row labels, in characters."""
@@ -44,7 +45,9 @@ def explain(run_dir: Path, group_id: str, *, as_json: bool) -> int:
             }
             text = msgspec.json.format(msgspec.json.encode(fields), indent=2).decode()
         else:
-            text = "\n".join(map(printable, _lines(group_id, histories, entries, journaled=journaled)))
+            clocks = list(read_lines(layout.clocks, NotedClock))
+            lines = _lines(group_id, histories, entries, clocks, journaled=journaled)
+            text = "\n".join(map(printable, lines))
         sys.stdout.write(printable_lines(text) + "\n")
     return 0
 
@@ -93,11 +96,16 @@ def _fields(story: GroupHistory) -> dict[str, Any]:
 
 
 def _lines(
-    group_id: str, histories: list[GroupHistory], entries: list[HistoryEntry], *, journaled: bool
+    group_id: str,
+    histories: list[GroupHistory],
+    entries: list[HistoryEntry],
+    clocks: Sequence[NotedClock],
+    *,
+    journaled: bool,
 ) -> Iterator[str]:
     for story in histories:
         yield f"group {group_id}, order {story.order}: {story.state}"
-        yield from _origin(story)
+        yield from _origin(story, clocks)
         yield from map(_line, story.moments)
         yield ""
     if not histories:
@@ -109,7 +117,7 @@ def _lines(
         yield from map(_line, entries)
 
 
-def _origin(story: GroupHistory) -> Iterator[str]:
+def _origin(story: GroupHistory, clocks: Sequence[NotedClock]) -> Iterator[str]:
     accepted, header = story.accepted, story.accepted.header
     events = origin(accepted)
     task = f", task {header.task}" if header.task else ""
@@ -123,8 +131,14 @@ def _origin(story: GroupHistory) -> Iterator[str]:
     yield _row("policy", policies)
     if header.started_at and header.finished_at:  # 0 is unknown: the group was built without times
         took_s = header.finished_at - header.started_at
-        times = f"{_clock(header.started_at)} to {_clock(header.finished_at)}, {took_s:.3f} s"
-        if (ahead_s := header.finished_at - accepted.at) > 0:  # a group arrives after its end
+        clock = clock_at(clocks, accepted.producer, accepted.at)
+        offset_s = clock.offset_s if clock is not None else 0.0
+        began, ended = header.started_at + offset_s, header.finished_at + offset_s
+        times = f"{_clock(began)} to {_clock(ended)}, {took_s:.3f} s"
+        if clock is not None:
+            side = f"{abs(offset_s):.3f} s {'behind' if offset_s > 0 else 'ahead of'}"
+            times += f"; the clock of its worker was {side} the broker's (± {clock.error_s:.3f} s)"
+        elif (ahead_s := ended - accepted.at) > 0:  # a group arrives after its end
             times += f"; by the clock of its worker, at least {ahead_s:.3f} s ahead of the broker's"
         yield _row("rollout", times)
     yield _row("rewards", f"mean {rewards.mean:.4g}, {rewards.low:.4g} to {rewards.high:.4g}")

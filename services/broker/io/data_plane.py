@@ -304,6 +304,7 @@ class DataPlane:
                 self._sweep_due = now + SWEEP_S
                 self._shared_run.sweep(now)
                 self._tell_network(self._shared_run, now)
+                self._shared_run.clock_log.note(self.core.clocks(), time.time())
 
     def _tell_network(self, shared_run: SharedRun, now: float) -> None:
         """Tell monitors what is known of other hosts."""

@@ -60,6 +60,7 @@ from rolloutmq.services.http_server.access import listed_keys
 from rolloutmq.services.http_server.refusals import read_refusals
 from rolloutmq.services.http_server.run_token import engine_token, http_token
 from rolloutmq.services.http_server.tokens import OWN, Listed
+from rolloutmq.services.process.clock_log import ClockLog
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,7 @@ class SharedRun:
         self._behind: dict[str, float] = {}
         """Time since which an engine is behind the newest version, as far as its state was asked for."""
         self.relays = Relays()
+        self.clock_log = ClockLog(layout.clocks)
         self._has_looked = False
 
     @property

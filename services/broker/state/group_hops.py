@@ -17,7 +17,7 @@ is corrected by it; the row carries the bound of the error.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import isnan, nan
 from typing import Final
 
@@ -29,6 +29,7 @@ from rolloutmq.schemas.wire.control import WorkerBeat
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencySample
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.process.clock_log import Measured
 from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder, RowRecorder
 
 GATHERED: Final = 128
@@ -37,15 +38,6 @@ DELIVERED: Final = 4 * GATHERED
 """Most groups that were handed out and wait for `gather`, before those of the last batch."""
 CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
 """Most producers on other hosts: two of each worker."""
-
-
-class Clock(msgspec.Struct, frozen=True):
-    """Clock of a producer on another host: seconds that the broker's is ahead, NaN if not known, and the bound of the
-    error.
-    """
-
-    offset_s: float
-    error_s: float
 
 
 class LaneTotals(msgspec.Struct, frozen=True):
@@ -102,7 +94,7 @@ class GroupHops:
         """Groups that were handed out for the first time, and their waits; `gather` counts them, behind the reply."""
         self._delivered_groups = 0
         self._rows: dict[tuple[Hop, str, Split], RowRecorder] = {}
-        self._clocks: dict[str, Clock] = {}
+        self._clocks: dict[str, Measured] = {}
 
     def __bool__(self) -> bool:
         """Whether anything was measured since the last sample."""
@@ -118,9 +110,14 @@ class GroupHops:
             self._clocks.pop(name, None)
         if self._host and beat.host not in {"", self._host}:
             offset_s = beat.clock_offset_s if beat.clock_error_s else nan
-            self._clocks |= dict.fromkeys(names, Clock(offset_s, beat.clock_error_s))
+            self._clocks |= dict.fromkeys(names, Measured(offset_s, beat.clock_error_s))
             while len(self._clocks) > CLOCKS_LIMIT:  # the one that was heard of longest ago
                 del self._clocks[next(iter(self._clocks))]
+
+    @property
+    def clocks(self) -> Mapping[str, Measured]:
+        """Clocks of the producers of other hosts."""
+        return self._clocks
 
     @property
     def ungathered(self) -> int:

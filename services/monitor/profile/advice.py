@@ -153,7 +153,7 @@ TRAINER: Final[Mapping[str, str]] = {
     Wait.BATCH_EXCEEDS_CAP: LARGER_MARK,
     Wait.JOURNAL_SLOW: FASTER_DISK,
     Wait.MIN_SHARE: "more workers for the environment below its `min_share`, or a smaller one",
-    Wait.LEASED_ELSEWHERE: "a faster slowest rank; or settle each batch before the next pull, or restart a rank that is away",
+    Wait.LEASED_ELSEWHERE: "a faster slowest rank; settle before the next pull; or restart a rank that is away",
 }
 """What to change where the trainer waits for a reason that more groups do not end."""
 ROOM: Final[Mapping[str, str]] = {

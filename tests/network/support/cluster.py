@@ -133,16 +133,24 @@ class EnginesApart(Cluster):
 
 
 class EngineBeside(Cluster):
-    """The whole run on the head, and one more engine with its relay on the far host, which the workers reach, too."""
+    """The whole run on the head, and one more engine with its relay on the far host, which the workers reach, too.
 
-    def __init__(self, lab: Lab, *assignments: str) -> None:
+    Args:
+        advertise: Address that the workers are told in place of the far host's.
+    """
+
+    def __init__(self, lab: Lab, *assignments: str, advertise: str = "") -> None:
         weights = ('weights.backend="stream"', f'weights.listen="tcp://0.0.0.0:{WEIGHTS_PORT}"')
         super().__init__(lab, *weights, *assignments)
         self.back = Relay(lab, self.far, ENGINE_PORT)
         self.relay = self.join("relay", "relay", "--name", "far", role=Role.ENGINE)
-        address = ("--host", self.far.address, "--port", str(ENGINE_PORT), "--insecure")
-        self.join("engine", "engine", "--name", "far", *address, role=Role.ENGINE)
+        self.join_engine("engine", *(("--advertise", advertise) if advertise else ()))
         self.await_engine()
+
+    def join_engine(self, name: str, *words: str) -> Program:
+        """Start the engine of the far host."""
+        address = ("--host", self.far.address, "--port", str(ENGINE_PORT), "--insecure", *words)
+        return self.join(name, "engine", "--name", "far", *address, role=Role.ENGINE)
 
     def engine_works(self) -> bool:
         """Return whether the far engine has something to do, or had in its last seconds."""

@@ -12,7 +12,9 @@ from tests.services.broker.journal.other_versions import as_version, listing
 from rolloutmq.launch.commands.records.explain import explain
 from rolloutmq.schemas.errors import RecordVersionError
 from rolloutmq.schemas.files import DroppedGroup
+from rolloutmq.schemas.printable import moment
 from rolloutmq.services.broker.journal.format.events import Numbers, Pulled
+from rolloutmq.services.process.clock_log import ClockLog, Measured
 
 
 @pytest.fixture
@@ -65,6 +67,31 @@ def test_the_clock_of_another_host_is_told_where_it_is_ahead(
     assert explain(run_dir, "g1", as_json=False) == 0
     (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  rollout "))
     assert ("; by the clock of its worker, at least 7200.000 s ahead of the broker's" in told) is is_ahead
+
+
+@pytest.mark.parametrize("offset_s", [-3600.0, 7200.0])
+def test_times_of_another_host_are_those_of_the_brokers_clock(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], offset_s: float
+) -> None:
+    """They were those of the worker, and a clock that was behind was told by nothing."""
+    made = Handmade(run_dir)
+    group = made.accept(1)
+    ended = group.at - 0.5 - offset_s
+    header = replace(group.header, started_at=ended - 1.0, finished_at=ended)
+    made.log(began(), [replace(group, header=header)])
+    log = ClockLog(made.layout.clocks)
+    log.note({"another": Measured(5.0, 0.1), group.producer: Measured(offset_s, 0.002)}, group.at - 60.0)
+    log.note({group.producer: Measured(offset_s + 9.0, 0.002)}, group.at + 60.0)
+    assert explain(run_dir, "g1", as_json=False) == 0
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("  rollout "))
+    assert (
+        f"{moment(group.at - 1.5, 'milliseconds')} to {moment(group.at - 0.5, 'milliseconds')}, 1.000 s"
+        in told
+    )
+    side = "behind" if offset_s > 0 else "ahead of"
+    assert told.endswith(
+        f"; the clock of its worker was {abs(offset_s):.3f} s {side} the broker's (± 0.002 s)"
+    )
 
 
 def test_a_program_reads_json(made: Handmade, capsys: pytest.CaptureFixture[str]) -> None:
