@@ -119,7 +119,10 @@ def test_a_living_run_comes_by_its_events(broker: Broker, at_living: Browser) ->
     assert [row["worker"] for row in rows] == ["sort3-0"]
 
 
-def test_whoever_asks_once_gets_the_state_of_now(broker: Broker, at_living: Browser) -> None:
+def test_whoever_asks_once_gets_the_state_of_now(
+    broker: Broker, at_living: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "FIRST_S", WAIT_S)
     beat(broker, "sort3-0", "sort3-1")
     told = json.loads(at_living.get("/api/state").body)
     assert told["queue"] is not None
