@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from rolloutmq.services.orchestrator.autoscaling.availability import Availability
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
 from rolloutmq.services.orchestrator.autoscaling.scatter import PaceScatter
-from rolloutmq.services.orchestrator.autoscaling.settlements import Settlements
+from rolloutmq.services.orchestrator.autoscaling.settlements import LATE, Settlements
 
 SAMPLES_S: Final = 3.0
 """Longest interval one sample counts for: after a gap a sample says no more than any other."""
@@ -57,6 +57,8 @@ FIRST_S: Final = 10.0
 """Time a trainer is observed before its demand is reported."""
 ASLEEP_PART: Final = 0.9
 """Waiting part of the time from which a trainer has no work in progress."""
+BATCH_PART: Final = 0.8
+"""Part of a batch that the queue loses at once when the trainer takes one."""
 STARVED_S: Final = 2.0
 """Time constant of the trainer's present wait."""
 MISSED: Final = 10.0
@@ -216,10 +218,26 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             new = replace(new, was_away=False)._settled(
                 seen.eaten - last.eaten, now, exact_s, min(elapsed, SAMPLES_S)
             )
+        elif new._is_late and self._took_batch(seen):
+            new = replace(new, open_s=0.0)  # the pause is over: the trainer has begun its next batch
         new = new._sampled(seen, last, elapsed)._made(seen, last, elapsed)
         if new.away and new.silent:  # the duration of this batch depends on the teacher
             return replace(new, open_s=0.0, settled_at=-math.inf)
         return new
+
+    @property
+    def _is_late(self) -> bool:
+        """Return whether the open step takes so long that it lowers the demand."""
+        usual_s = self.settlements.usual_s
+        return 0.0 < LATE * usual_s < self.open_s
+
+    def _took_batch(self, seen: PressureSample) -> bool:
+        """Return whether the trainer has taken a batch from the queue since the last sample."""
+        last = self.last
+        if last is None or seen.batch_sequences != last.batch_sequences:
+            return False
+        taken = (last.pressure - seen.pressure) * seen.batch_sequences + max(0, seen.made - last.made)
+        return taken >= BATCH_PART * seen.batch_sequences
 
     def _anew(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Keep the means, but forget the work in progress."""
