@@ -151,6 +151,11 @@ class CapacitySearch(msgspec.Struct, frozen=True):
                 return new._changed(seen)
             if seen.is_enough:  # it seems that rollouts became longer
                 return replace(new._changed(seen), longer=self.longer * seen.size / seen.total)
+            if seen.size < self.proven / CLOSE:  # so few more cannot slow the others so much
+                is_changed = seen.is_changed(1.0 - seen.total / seen.size, self.top_groups)
+                if not is_changed:
+                    return new._followed(self, seen) if seen.is_sure else self
+                return replace(new._changed(seen), longer=self.longer * seen.size / seen.total)
             if not self.grown and seen.total < (1.0 + LIKE) * self.top:
                 # The servers were full before the first measurement already.
                 return self._full_before(new, seen, now)
@@ -160,7 +165,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
                 return self
             # If fewer make less, rollouts did become longer.
             based = replace(seen, size=seen.total)
-            return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
+            return replace(new._changed(seen)._found(TESTED * seen.total, based, now), longer=1.0)
         return new._followed(self, seen)
 
     def _full_before(self, new: Self, seen: Measurement, now: float) -> Self:
@@ -322,15 +327,17 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             is_full = self.is_full or seen.is_clear(part, self.made_groups)
             new = replace(new._based(seen), is_full=is_full)
             return new._testing(max(seen.total, self.made), seen.total, now)
-        if not self.is_search:  # they were needed, and some more may be, too
-            capacity = min(ROOM * self.made, enough)
-            based = replace(new._based(seen), capacity=capacity, tests_fewer=False, made=0.0, until=now)
-            return replace(based, step=self._some(seen))
-        if not self.is_full:  # it was a suspicion, and each worker is needed: growth will tell the capacity
+        if self.is_search and not self.is_full:  # a suspicion, and each worker is needed: growth tells the capacity
             return replace(new._unbound(seen), grown=self.grown)
-        if enough < CLOSE * self.made:  # as many as before would make less
+        if self.is_search and enough < CLOSE * self.made:  # as many as before would make less
             return new._unbound(seen)
-        return new._ended(self.above, now)
+        capacity = min(ROOM * self.made, enough)
+        slowed = 1.0 - self.made / enough  # workers on a full server are slower than fewer of them
+        if self.is_search and slowed > STEADY and seen.is_clear(slowed, self.made_groups):
+            return new._based(seen)._ended(capacity, now)
+        # Each of them was needed, and some more may be, too.
+        based = replace(new._based(seen), capacity=capacity, made=0.0, until=now, step=self._some(seen))
+        return replace(based, tests_fewer=False, is_search=False, is_full=False, explored=False)
 
     def _testing(self, made: float, above: float, now: float) -> Self:
         """Test whether fewer workers than those of the size `above` make as much."""

@@ -116,7 +116,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
             return ServerLimit(reach=max(few, use.workers, further))
         best = self.bests[use.env] * self.ready.get(use.env, use.available)
         most = self._most(uses).get(use.env, 0)
-        proven = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
+        proven = self._share(self._further(best), use, uses) / best
         return ServerLimit(
             most=max(1, most) if most else 0,
             reach=max(FEW, math.floor(proven + 1e-9), most, further),
@@ -129,6 +129,12 @@ class SaturationDetector(CapacitySearch, frozen=True):
             above=self.above if self.made else 0.0,
             tests_fewer=self.tests_fewer,
         )
+
+    def _further(self, best: float) -> float:
+        """Return the size that may be tried: of the first few workers, more may bring nothing."""
+        if not self.grown and self.top <= (FEW + ROUND) * best:
+            return self.top + FEW / 2.0 * best
+        return max(FURTHER * self.top, self.top + FEW * best)
 
     def _most(self, uses: Sequence[ServerUse]) -> dict[str, int]:
         """Return the whole workers of each environment at the capacity; empty if it is unknown.
@@ -190,9 +196,9 @@ class SaturationDetector(CapacitySearch, frozen=True):
         )
 
     def _is_slow(self, use: ServerUse, uses: Sequence[ServerUse]) -> bool:
-        """Return whether a worker makes clearly less than it did, and that will be understood soon."""
-        best = self.bests[use.env]
-        if use.pace is None or self.capacity or use.pace >= SLOWER * best:
+        """Return whether a worker makes clearly less than at the last measurement, and that will be understood soon."""
+        usual = self.usual_part * self.bests[use.env]
+        if use.pace is None or self.capacity or use.pace >= SLOWER * usual:
             return False
         groups_s = use.workers * use.pace / max(1, use.group_sequences)
         return self._size(uses) > MORE * self.proven or SOON_S * groups_s >= telling_groups(uses)
@@ -303,6 +309,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
         if unknown := {env: pace for env, pace in seen.paces.items() if env not in self.bests}:
             bests = {one.env: self._unslowed(one, unknown[one.env]) for one in uses if one.env in unknown}
             new = replace(new, bests={**self.bests, **bests})
+        new = replace(new, curve=new.curve.aged(seen.took_s, seen.dispersion))
         if not self.proven:
             new = replace(new, curve=new.curve.added(seen.size, seen.total, seen.groups))
             return new._first(self, seen, now)
