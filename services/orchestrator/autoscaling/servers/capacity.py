@@ -151,21 +151,16 @@ class CapacitySearch(msgspec.Struct, frozen=True):
                 return new._changed(seen)
             if seen.is_enough:  # it seems that rollouts became longer
                 return replace(new._changed(seen), longer=self.longer * seen.size / seen.total)
-            if seen.size < self.proven / CLOSE:  # so few more cannot slow the others so much
-                is_changed = seen.is_changed(1.0 - seen.total / seen.size, self.top_groups)
-                if not is_changed:
-                    return new._followed(self, seen) if seen.is_sure else self
-                return replace(new._changed(seen), longer=self.longer * seen.size / seen.total)
             if not self.grown and seen.total < (1.0 + LIKE) * self.top:
                 # The servers were full before the first measurement already.
                 return self._full_before(new, seen, now)
             return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
         if self.longer >= LONGER and seen.size > MORE * self.proven:
-            if not seen.tells(1.0 - TESTED):
+            if not seen.tells(LARGE_PROBE):
                 return self
-            # If fewer make less, rollouts did become longer.
-            based = replace(seen, size=seen.total)
-            return replace(new._changed(seen)._found(TESTED * seen.total, based, now), longer=1.0)
+            # If more of them make more, rollouts did become longer.
+            based = replace(new._changed(seen), capacity=seen.total, step=self._some(seen), unit=new._unit)
+            return based._probing(replace(seen, size=seen.total), now)
         return new._followed(self, seen)
 
     def _full_before(self, new: Self, seen: Measurement, now: float) -> Self:
@@ -373,6 +368,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if seen.size < self.above + HELPS * self.unit:
             if wanted >= self.above + HELPS * self.unit and now < self.until:
                 return self
+            if self.longer >= LONGER:
+                return replace(new, capacity=0.0, known=0.0)
             closed = replace(self, capacity=self.known, known=0.0, until=now + FIRST_HOLD_S)
             return closed._at_capacity(
                 replace(new, capacity=self.known, known=0.0, until=closed.until), seen, now
@@ -383,6 +380,10 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         least = 1.0 + HELPS * (seen.size / self.above - 1.0)
         is_alike = not self.explored and self._is_alike(seen)
         told = new.curve.knee(seen.dispersion).size / self.above if is_alike else seen.total / self.usual
+        if self.longer >= LONGER:
+            if told >= least:
+                return replace(new._unbound(seen), known=0.0, longer=1.0)
+            return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=True)
         if told < least:
             return replace(known._found(self.known, seen, now), explored=True)
         if not is_alike:  # the servers became faster
@@ -407,14 +408,15 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return new._unbound(seen)
         if not seen.is_sure:
             return self
-        capacity = max(self.capacity, min(ROOM * self.made, self.above))
+        useful = ROOM * max(self.made, seen.total) * seen.size / seen.total
+        capacity = max(self.capacity, min(ROOM * self.made, self.above, useful))
         if seen.total < SLOWER * seen.size:
             if not self._is_slowed(seen):  # the baseline may be too high by chance
                 return new._kneed(seen, now)
             capacity = ROOM * seen.total  # they are still too many
         elif not seen.is_clear(1.0 - part, self.made_groups):
             return new._kneed(seen, now)
-        new = replace(new, capacity=capacity, made=0.0)
+        new = replace(new, capacity=capacity, made=0.0, explored=self.above > (1.0 + LARGE_PROBE) * seen.size)
         new = new._filled(seen, min(self.made, ROOM * seen.total))._balanced(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
             return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
@@ -470,8 +472,10 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             changes = {env: 1.0 if abs(change - 1.0) < STEADY else change for env, change in changes.items()}
         if not clearly:
             most, weight = FOLLOWS_PER_S * seen.took_s, FOLLOWS
-            if not self.capacity and usual < 1.0 and min(self.usual_groups, self.top_groups) < SURE_GROUPS:
-                return self._remeasured(seen, changes)
+            if not self.capacity and usual < 1.0:
+                if min(self.usual_groups, self.top_groups) < SURE_GROUPS:
+                    return self._remeasured(seen, changes)
+                return self._settled()
             if not self.capacity and self.top_groups < SURE_GROUPS:  # the baseline is the less sure of both
                 most, weight = 1.0, seen.groups / (self.top_groups + seen.groups)
             changes = {
@@ -480,11 +484,21 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
         change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
         new = replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
-        if clearly:
+        if clearly:  # if the servers became slower, the present workers may be too many for them already
+            new = replace(new, grown=self.grown and change > 1.0)
             return replace(new, curve=ThroughputCurve().added(change * seen.size, seen.total, seen.groups))
         groups = max(self.top_groups, min(self.top_groups + seen.groups, SURE_GROUPS))
         new = replace(new, longer=max(1.0, self.longer / change), top_groups=groups)
         return replace(new, curve=self.curve.scaled(change))
+
+    def _settled(self) -> Self:
+        """Take what the present workers surely make as their pace, whether their rollouts or the servers slow them.
+
+        What a growth then brings is told beside that.
+        """
+        part = self.usual_part
+        new = replace(self._scaled(part), proven=part * self.proven, usual_part=1.0)
+        return replace(new, longer=self.longer / part)
 
     def _remeasured(self, seen: Measurement, changes: Mapping[str, float]) -> Self:
         """Correct the throughput of the present workers, who make less than their size, by one more measurement.

@@ -19,8 +19,9 @@ MOST_GROUPS: Final = 800.0
 STEPS: Final = 60
 """Sizes tried as the knee, from the smallest point to twice the largest: no point tells one knee below all of them from
 another."""
-CHANGE_PER_S: Final = 2.7e-5
-"""Variance by which the throughput of a worker changes in a second, relative to it: by a tenth within six minutes."""
+CHANGE_PER_S: Final = 9e-5
+"""Variance by which the throughput of a worker changes in a second, relative to it: by a tenth within two minutes, and
+a third within 20."""
 NO_CHANCE: Final = 1e-6
 """Least dispersion."""
 LIKELY: Final = 2.0

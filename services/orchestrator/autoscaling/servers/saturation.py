@@ -63,8 +63,10 @@ SLOW_S: Final = 120.0
 SOON_S: Final = 15.0
 """Time for `GROUPS` within which growth waits for a measurement if a worker became slower."""
 FURTHER: Final = 1.9
+LEAST_FURTHER, KNOWN_ERROR = 1.5, 0.07
 FEW: Final = 4
-"""Limit of growth without evidence: this factor of the proven size, or this many workers more."""
+"""Limit of growth without evidence: this factor of the proven size, at least that where chance hides the pace, or this
+many workers more."""
 ENOUGH, ENOUGH_PART = 0.95, 0.03
 """Throughput relative to the demand, and waiting part of the trainer's time, up to which it has enough."""
 CRASHES: Final = 0.08
@@ -116,7 +118,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
             return ServerLimit(reach=max(few, use.workers, further))
         best = self.bests[use.env] * self.ready.get(use.env, use.available)
         most = self._most(uses).get(use.env, 0)
-        proven = self._share(self._further(best), use, uses) / best
+        proven = self._share(self._further(best, use.dispersion), use, uses) / best
         return ServerLimit(
             most=max(1, most) if most else 0,
             reach=max(FEW, math.floor(proven + 1e-9), most, further),
@@ -130,11 +132,16 @@ class SaturationDetector(CapacitySearch, frozen=True):
             tests_fewer=self.tests_fewer,
         )
 
-    def _further(self, best: float) -> float:
-        """Return the size that may be tried: of the first few workers, more may bring nothing."""
+    def _further(self, best: float, dispersion: float) -> float:
+        """Return the size that may be tried: of the first few workers, more may bring nothing.
+
+        The pace of a worker may be higher than measured, and the proven size then has fewer workers.
+        """
         if not self.grown and self.top <= (FEW + ROUND) * best:
             return self.top + FEW / 2.0 * best
-        return max(FURTHER * self.top, self.top + FEW * best)
+        error = math.sqrt(dispersion / max(1.0, self.top_groups))
+        sure = max(LEAST_FURTHER, FURTHER * min(1.0, 1.0 + KNOWN_ERROR - error))
+        return max(sure * self.top, self.top + FEW * best)
 
     def _most(self, uses: Sequence[ServerUse]) -> dict[str, int]:
         """Return the whole workers of each environment at the capacity; empty if it is unknown.
