@@ -29,6 +29,7 @@ from rolloutmq.services.orchestrator.autoscaling.servers.curve import (
 )
 from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
     CHANGE,
+    CLEAR,
     SURE_GROUPS,
     Measurement,
     Span,
@@ -63,6 +64,8 @@ LONGER: Final = 1.6
 """Factor by which rollouts may seem to become longer before a growth is tested with fewer workers."""
 TESTED: Final = 0.79
 """Largest size to scale back to, relative to the present one, so that the throughputs can be told apart."""
+SMALL_PROBE: Final = 0.15
+"""Most workers of a later probe, relative to the present ones: at least as many as chance does not hide."""
 LARGE_PROBE: Final = 0.2
 """Workers of a large probe, relative to the present ones: their pace changed, and it may be that more help now."""
 SLOWED: Final = 0.92
@@ -138,6 +141,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
     """Size at the beginning of the present measurement."""
     explored: bool = False
     """More workers than those at the capacity were tried since it was found, or need not be tried soon."""
+    helped: bool = False
+    """The workers of the last probe made more, and of the present one nothing is known."""
     curve: ThroughputCurve = ThroughputCurve()
     """What fleets of other sizes made, as long as nothing seems to have changed since."""
 
@@ -146,9 +151,12 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if seen.size > MORE * self.proven and not self._tells_growth(seen):
             return self
         if seen.size > MORE * self.proven and seen.total < self._least(seen) * seen.size:
-            if seen.total < KEPT * self.top and seen.is_changed(1.0 - seen.total / self.top, self.top_groups):
+            if seen.total < KEPT * self.top:
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
-                return new._changed(seen)
+                if seen.is_changed(1.0 - seen.total / self.top, self.top_groups):
+                    return new._changed(seen)
+                if not seen.is_sure:
+                    return self
             if seen.is_enough:  # it seems that rollouts became longer
                 return replace(new._changed(seen), longer=self.longer * seen.size / seen.total)
             if not self.grown and seen.total < (1.0 + LIKE) * self.top:
@@ -236,7 +244,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return new._sped_up(seen, now)
         if now < self.until or self._shows(seen, now):
             return new
-        return replace(new, unit=self._unit, explored=True)._probing(seen, now)
+        step = max(self.step, round(min(SMALL_PROBE, CLEAR * seen.error) * seen.size / self._unit))
+        return replace(new, unit=self._unit, explored=True, step=step)._probing(seen, now)
 
     def _exploring(self, knee: Knee, seen: Measurement, now: float) -> Self:
         """Try more workers if nobody knows that they would not help: half as many more as may be useful.
@@ -368,8 +377,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if seen.size < self.above + HELPS * self.unit:
             if wanted >= self.above + HELPS * self.unit and now < self.until:
                 return self
-            if self.longer >= LONGER:
-                return replace(new, capacity=0.0, known=0.0)
+            if self.longer >= LONGER or self.helped:  # nothing tells that the servers are full
+                return replace(new, capacity=0.0, known=0.0, helped=False)
             closed = replace(self, capacity=self.known, known=0.0, until=now + FIRST_HOLD_S)
             return closed._at_capacity(
                 replace(new, capacity=self.known, known=0.0, until=closed.until), seen, now
@@ -385,10 +394,15 @@ class CapacitySearch(msgspec.Struct, frozen=True):
                 return replace(new._unbound(seen), known=0.0, longer=1.0)
             return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=True)
         if told < least:
-            return replace(known._found(self.known, seen, now), explored=True)
+            # More may help, but chance hides it: it is tried again soon.
+            is_told = seen.is_clear(seen.size / self.above - told, seen.groups)
+            if not is_told and seen.groups < MOST_GROUPS / 2.0 and now < self.until:
+                return self
+            new = replace(known._found(self.known, seen, now), explored=True)
+            return new if is_told else replace(new, until=now + FIRST_HOLD_S / 2.0, hold_s=self.hold_s)
         if not is_alike:  # the servers became faster
             new = replace(new, curve=ThroughputCurve().added(seen.size, seen.total, seen.groups))
-        new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step)
+        new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step, helped=True)
         return new._probing(seen, now)
 
     def _is_slowed(self, seen: Measurement) -> bool:
@@ -416,7 +430,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             capacity = ROOM * seen.total  # they are still too many
         elif not seen.is_clear(1.0 - part, self.made_groups):
             return new._kneed(seen, now)
-        new = replace(new, capacity=capacity, made=0.0, explored=self.above > (1.0 + LARGE_PROBE) * seen.size)
+        is_told = self.above > (1.0 + LARGE_PROBE) * seen.size and seen.is_clear(1.0 - part, self.made_groups)
+        new = replace(new, capacity=capacity, made=0.0, explored=is_told)
         new = new._filled(seen, min(self.made, ROOM * seen.total))._balanced(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
             return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
@@ -560,7 +575,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         return replace(new, capacity=0.0, grown=True, proven=knee.pace * seen.size, top=seen.total)
 
     def _found(self, capacity: float, seen: Measurement, now: float) -> Self:
-        new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False, explored=False)
+        new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False, explored=False, helped=False)
         made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
         new = replace(new, made=made, made_groups=seen.groups, above=seen.size)._filled(seen)
         return replace(new, proven=min(self.proven, capacity), top=min(self.top, seen.total))._held(now)
