@@ -374,8 +374,9 @@ class CapacitySearch(msgspec.Struct, frozen=True):
 
     def _probed(self, new: Self, seen: Measurement, wanted: float, now: float) -> Self:
         """Judge a probe: one more worker, or a few. One that nobody fills ends without a result."""
-        if seen.size < self.above + HELPS * self.unit:
-            if wanted >= self.above + HELPS * self.unit and now < self.until:
+        least_size = self.above + HELPS * self.unit * self.step
+        if seen.size < least_size:
+            if wanted >= least_size and now < self.until:
                 return self
             if self.longer >= LONGER or self.helped:  # nothing tells that the servers are full
                 return replace(new, capacity=0.0, known=0.0, helped=False)
@@ -389,15 +390,16 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         least = 1.0 + HELPS * (seen.size / self.above - 1.0)
         is_alike = not self.explored and self._is_alike(seen)
         told = new.curve.knee(seen.dispersion).size / self.above if is_alike else seen.total / self.usual
-        if self.longer >= LONGER:
-            if told >= least:
-                return replace(new._unbound(seen), known=0.0, longer=1.0)
-            return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=True)
         if told < least:
             # More may help, but chance hides it: it is tried again soon.
             is_told = seen.is_clear(seen.size / self.above - told, seen.groups)
             if not is_told and seen.groups < MOST_GROUPS / 2.0 and now < self.until:
                 return self
+            if self.longer >= LONGER and is_told:
+                return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=True)
+        if self.longer >= LONGER:
+            return replace(new._unbound(seen), known=0.0, longer=1.0)
+        if told < least:
             new = replace(known._found(self.known, seen, now), explored=True)
             return new if is_told else replace(new, until=now + FIRST_HOLD_S / 2.0, hold_s=self.hold_s)
         if not is_alike:  # the servers became faster
@@ -479,7 +481,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
         largest = max(abs(change - 1.0) for change in changes.values())
         clearly = largest > 1.0 - SLOWER
-        if clearly and not seen.shows(largest, self.top_groups):
+        if clearly and not (seen.is_sure or seen.is_changed(largest, self.top_groups)):
             return before
         if clearly and not self.doubted:
             return replace(self, doubted=True)
@@ -500,7 +502,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
         new = replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
         if clearly:  # if the servers became slower, the present workers may be too many for them already
-            new = replace(new, grown=self.grown and change > 1.0)
+            new = replace(new, grown=self.grown and change > 1.0, top_groups=seen.groups)
             return replace(new, curve=ThroughputCurve().added(change * seen.size, seen.total, seen.groups))
         groups = max(self.top_groups, min(self.top_groups + seen.groups, SURE_GROUPS))
         new = replace(new, longer=max(1.0, self.longer / change), top_groups=groups)
