@@ -248,11 +248,11 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         return replace(new, unit=self._unit, explored=True, step=step)._probing(seen, now)
 
     def _exploring(self, knee: Knee, seen: Measurement, now: float) -> Self:
-        """Try more workers if nobody knows that they would not help: half as many more as may be useful.
+        """Try more workers if nobody knows that they would not help: half as many more as may be useful, but few.
 
         A large step shows with fewer groups than a small one.
         """
-        more = (min(knee.high, 1.5 * seen.size) - seen.size) / 2.0
+        more = (min(knee.high, (1.0 + 2.0 * SMALL_PROBE) * seen.size) - seen.size) / 2.0
         return replace(self, unit=self._unit, step=max(1, round(more / self._unit)))._probing(seen, now)
 
     def _is_alike(self, seen: Measurement) -> bool:
@@ -432,7 +432,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             capacity = ROOM * seen.total  # they are still too many
         elif not seen.is_clear(1.0 - part, self.made_groups):
             return new._kneed(seen, now)
-        is_told = self.above > (1.0 + LARGE_PROBE) * seen.size and seen.is_clear(1.0 - part, self.made_groups)
+        is_told = self.above > (1.0 + LARGE_PROBE) * seen.size and seen.is_changed(1.0 - part, self.made_groups)
         new = replace(new, capacity=capacity, made=0.0, explored=is_told)
         new = new._filled(seen, min(self.made, ROOM * seen.total))._balanced(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
@@ -566,15 +566,16 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         """Take the capacity that all measurements together tell; two of them alone do not."""
         knee = self.curve.knee(seen.dispersion)
         groups = sum(one.groups for one in self.curve.points if one.size <= knee.size) or seen.groups
-        new = replace(self._scaled(knee.pace), made=0.0, doubted=False, top_groups=groups)
+        pace = min(max(knee.pace, KEPT), 1.0 / KEPT)  # the rest is what changed since the older ones
+        new = replace(self._scaled(pace), made=0.0, doubted=False, top_groups=groups)
         if knee.size < CLOSE * max(one.size for one in self.curve.points):
-            size = knee.pace * knee.size
+            size = pace * max(knee.size, TESTED * seen.size)  # fewer still are tested, not told
             # One more of few workers is a large part of them.
             whole = max(math.ceil(size / new._unit - ROUND), math.floor(ROOM * size / new._unit))
             return replace(new, capacity=whole * new._unit)
         if seen.size >= CLOSE * knee.size:
             return replace(new, until=now, step=self._some(seen))  # they seem to be needed, and more may be
-        return replace(new, capacity=0.0, grown=True, proven=knee.pace * seen.size, top=seen.total)
+        return replace(new, capacity=0.0, grown=True, proven=pace * seen.size, top=seen.total)
 
     def _found(self, capacity: float, seen: Measurement, now: float) -> Self:
         new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False, explored=False, helped=False)
