@@ -44,6 +44,7 @@ from rolloutmq.services.orchestrator.autoscaling.servers.progress import (
     unslowed,
 )
 from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
+    LONG_S,
     OWN_GROUPS,
     SURE_GROUPS,
     SURE_S,
@@ -118,7 +119,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
             return ServerLimit(reach=max(few, use.workers, further))
         best = self.bests[use.env] * self.ready.get(use.env, use.available)
         most = self._most(uses).get(use.env, 0)
-        proven = self._share(self._further(best, use.dispersion), use, uses) / best
+        proven = self._share(self._further(best, use), use, uses) / best
         return ServerLimit(
             most=max(1, most) if most else 0,
             reach=max(FEW, math.floor(proven + 1e-9), most, further),
@@ -132,14 +133,15 @@ class SaturationDetector(CapacitySearch, frozen=True):
             tests_fewer=self.tests_fewer,
         )
 
-    def _further(self, best: float, dispersion: float) -> float:
+    def _further(self, best: float, use: ServerUse) -> float:
         """Return the size that may be tried: of the first few workers, more may bring nothing.
 
-        The pace of a worker may be higher than measured, and the proven size then has fewer workers.
+        Where rollouts are long, each step of growth takes minutes. The pace of a worker may be higher than measured,
+        and the proven size then has fewer workers.
         """
-        if not self.grown and self.top <= (FEW + ROUND) * best:
+        if not self.grown and self.top <= (FEW + ROUND) * best and use.rollout_s < LONG_S:
             return self.top + FEW / 2.0 * best
-        error = math.sqrt(dispersion / max(1.0, self.top_groups))
+        error = math.sqrt(use.dispersion / max(1.0, self.top_groups))
         sure = max(LEAST_FURTHER, FURTHER * min(1.0, 1.0 + KNOWN_ERROR - error))
         return max(sure * self.top, self.top + FEW * best)
 
