@@ -196,8 +196,10 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     def looked(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Return the means with one more sample."""
         last, elapsed = self.last, now - self.last_at
-        if last is None or not 0.0 < elapsed < GAP_S or seen.epoch != last.epoch or not seen.trainers:
+        if last is None or not 0.0 < elapsed < GAP_S or seen.epoch != last.epoch:
             return replace(self._anew(seen, now), was_away=self.was_away or not seen.trainers)
+        if not seen.trainers:
+            return self._without_trainer(seen, last, now)
         waited = _part(seen.starved_s - last.starved_s, elapsed)
         settled_at = self.settled_at
         if math.isinf(settled_at) and waited > ASLEEP_PART:
@@ -247,6 +249,22 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         new = replace(new, open_s=0.0, settled_at=-math.inf, silent=False, away=False)
         new = replace(new, made_at=now, quiet_s=0.0, vain_s=0.0)
         return replace(new, starved=0.0, idle=0.0, blocks=((now, 0.0),), blocked_begun_s=0.0)
+
+    def _without_trainer(self, seen: PressureSample, last: PressureSample, now: float) -> "DemandEstimator":
+        """Keep the means, and go on to record how many workers are ready and how long they wait.
+
+        Once the trainer returns, they all begin at once, and nothing arrives for one rollout.
+        """
+        blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
+        waited, _ = self._with_ready(seen, self.last_at)._with_blocked(blocked_s, now)
+        return replace(
+            self._anew(seen, now),
+            was_away=True,
+            readies=waited.readies,
+            rollout_s=waited.rollout_s,
+            blocks=waited.blocks,
+            blocked_begun_s=waited.blocked_begun_s,
+        )
 
     def _settled(self, eaten: int, at: float, exact_s: float, grain_s: float) -> "DemandEstimator":
         took_s = at - self.settled_at
