@@ -57,8 +57,8 @@ FIRST_S: Final = 10.0
 """Time a trainer is observed before its demand is reported."""
 ASLEEP_PART: Final = 0.9
 """Waiting part of the time from which a trainer has no work in progress."""
-BATCH_PART: Final = 0.8
-"""Part of a batch that the queue loses at once when the trainer takes one."""
+BATCH_PART: Final = 0.5
+"""Part of a batch that the queue loses at once when the trainer takes one; workers add the rest meanwhile."""
 STARVED_S: Final = 2.0
 """Time constant of the trainer's present wait."""
 MISSED: Final = 10.0
@@ -238,8 +238,7 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         last = self.last
         if last is None or seen.batch_sequences != last.batch_sequences:
             return False
-        taken = (last.pressure - seen.pressure) * seen.batch_sequences + max(0, seen.made - last.made)
-        return taken >= BATCH_PART * seen.batch_sequences
+        return last.pressure - seen.pressure >= BATCH_PART
 
     def _anew(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Keep the means, but forget the work in progress."""

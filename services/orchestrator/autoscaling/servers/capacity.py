@@ -31,6 +31,7 @@ from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
     CHANGE,
     CLEAR,
     SURE_GROUPS,
+    SURE_S,
     Measurement,
     Span,
 )
@@ -222,7 +223,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if not SLOWER <= change <= 1.0 / SLOWER:
             if not seen.is_changed(change - 1.0, self.full_groups or self.top_groups):
                 return self if seen.groups < MOST_GROUPS else new
-            if self._is_alike(seen):  # nothing changed: it was not known well
+            if change < 1.0 and self._is_alike(seen):  # nothing changed: it was not known well
                 return new._kneed(seen, now)
             if not self.doubted:
                 return replace(new, doubted=True, curve=self.curve)
@@ -337,10 +338,14 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return new._unbound(seen)
         capacity = min(ROOM * self.made, enough)
         slowed = 1.0 - self.made / enough  # workers on a full server are slower than fewer of them
-        if self.is_search and slowed > STEADY and seen.is_clear(slowed, self.made_groups):
-            return new._based(seen)._ended(capacity, now)
+        based = new._based(seen)
+        is_told = slowed > STEADY and seen.is_clear(slowed, self.made_groups)
+        if self.is_search and (
+            is_told or based.curve.knee(seen.dispersion).high < (1.0 + LARGE_PROBE) * capacity
+        ):
+            return based._ended(capacity, now)
         # Each of them was needed, and some more may be, too.
-        based = replace(new._based(seen), capacity=capacity, made=0.0, until=now, step=self._some(seen))
+        based = replace(based, capacity=capacity, made=0.0, until=now, step=self._some(seen))
         return replace(based, tests_fewer=False, is_search=False, is_full=False, explored=False)
 
     def _testing(self, made: float, above: float, now: float) -> Self:
@@ -490,7 +495,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if not clearly:
             most, weight = FOLLOWS_PER_S * seen.took_s, FOLLOWS
             if not self.capacity and usual < 1.0:
-                if min(self.usual_groups, self.top_groups) < SURE_GROUPS:
+                least = max(SURE_GROUPS, SURE_S * seen.groups / max(seen.took_s, 1.0))
+                if self.usual_groups < least or self.top_groups < SURE_GROUPS:
                     return self._remeasured(seen, changes)
                 return self._settled()
             if not self.capacity and self.top_groups < SURE_GROUPS:  # the baseline is the less sure of both
