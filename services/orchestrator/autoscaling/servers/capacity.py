@@ -73,7 +73,7 @@ SLOWED: Final = 0.92
 """Ratio to the pace among fewer below which full servers clearly slow the workers."""
 SUSPECT: Final = 0.8
 """Pace, relative to that of fewer workers before, below which the first measured ones may share a full server."""
-SUSPECT_GROUPS: Final = 64
+SUSPECT_GROUPS: Final = 24
 """Groups after which a suspicion that may be chance ends."""
 RARE: Final = 8.0
 """Workers with fewer of which a probe is made more seldom: one more worker is a larger part of them."""
@@ -167,9 +167,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if self.longer >= LONGER and seen.size > MORE * self.proven:
             if not seen.tells(LARGE_PROBE):
                 return self
-            # If more of them make more, rollouts did become longer.
-            based = replace(new._changed(seen), capacity=seen.total, step=self._some(seen), unit=new._unit)
-            return based._probing(replace(seen, size=seen.total), now)
+            return new._trying_more(seen, now)
         return new._followed(self, seen)
 
     def _full_before(self, new: Self, seen: Measurement, now: float) -> Self:
@@ -223,8 +221,6 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if not SLOWER <= change <= 1.0 / SLOWER:
             if not seen.is_changed(change - 1.0, self.full_groups or self.top_groups):
                 return self if seen.groups < MOST_GROUPS else new
-            if change < 1.0 and self._is_alike(seen):  # nothing changed: it was not known well
-                return new._kneed(seen, now)
             if not self.doubted:
                 return replace(new, doubted=True, curve=self.curve)
             return new._slowed(seen, now) if change < 1.0 else new._sped_up(seen, now)
@@ -245,7 +241,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return new._sped_up(seen, now)
         if now < self.until or self._shows(seen, now):
             return new
-        step = max(self.step, round(min(SMALL_PROBE, CLEAR * seen.error) * seen.size / self._unit))
+        step = max(self.step, round(min(SMALL_PROBE, CLEAR * seen.error_beside(seen.groups)) * seen.size / self._unit))
         return replace(new, unit=self._unit, explored=True, step=step)._probing(seen, now)
 
     def _exploring(self, knee: Knee, seen: Measurement, now: float) -> Self:
@@ -279,11 +275,18 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         return replace(new, usual=seen.total, above=seen.size)
 
     def _slowed(self, seen: Measurement, now: float) -> Self:
-        """Try fewer workers, since those at the capacity became clearly slower.
+        """Try more workers, since those at the capacity became clearly slower.
 
-        Their rollouts are longer, or the server became slower: neither makes more workers useful if the server is full.
+        Their rollouts are longer, or the server became slower. If it is full, more workers show that, and fewer are
+        tried next.
         """
-        return replace(self._changed(seen), hold_s=FIRST_HOLD_S)._testing(seen.total, seen.total, now)
+        return replace(self, hold_s=FIRST_HOLD_S)._trying_more(seen, now)
+
+    def _trying_more(self, seen: Measurement, now: float) -> Self:
+        """Take the present pace as the base, and try some more workers: they tell a full server from longer rollouts."""
+        new = self._changed(seen)
+        new = replace(new, capacity=seen.total, step=self._some(seen), unit=new._unit, longer=max(self.longer, LONGER))
+        return new._probing(replace(seen, size=seen.total), now)
 
     def _sped_up(self, seen: Measurement, now: float) -> Self:
         """Let some more workers join those at the capacity, which became clearly faster."""
@@ -400,13 +403,13 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             is_told = seen.is_clear(seen.size / self.above - told, seen.groups)
             if not is_told and seen.groups < MOST_GROUPS / 2.0 and now < self.until:
                 return self
-            if self.longer >= LONGER and is_told:
-                return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=True)
+            if self.longer >= LONGER:
+                return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=is_told)
         if self.longer >= LONGER:
             return replace(new._unbound(seen), known=0.0, longer=1.0)
         if told < least:
             new = replace(known._found(self.known, seen, now), explored=True)
-            return new if is_told else replace(new, until=now + FIRST_HOLD_S / 2.0, hold_s=self.hold_s)
+            return new if is_told else replace(new, until=(now + new.until) / 2.0)
         if not is_alike:  # the servers became faster
             new = replace(new, curve=ThroughputCurve().added(seen.size, seen.total, seen.groups))
         new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step, helped=True)
