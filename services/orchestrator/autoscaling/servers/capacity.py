@@ -280,7 +280,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         Their rollouts are longer, or the server became slower. If it is full, more workers show that, and fewer are
         tried next.
         """
-        return replace(self, hold_s=FIRST_HOLD_S)._trying_more(seen, now)
+        return replace(self, hold_s=FIRST_HOLD_S, is_full=True)._trying_more(seen, now)
 
     def _trying_more(self, seen: Measurement, now: float) -> Self:
         """Take the present pace as the base, and try some more workers: they tell a full server from longer rollouts."""
@@ -343,9 +343,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         slowed = 1.0 - self.made / enough  # workers on a full server are slower than fewer of them
         based = new._based(seen)
         is_told = slowed > STEADY and seen.is_clear(slowed, self.made_groups)
-        if self.is_search and (
-            is_told or based.curve.knee(seen.dispersion).high < (1.0 + LARGE_PROBE) * capacity
-        ):
+        more = capacity + max(LARGE_PROBE * capacity, based._unit)
+        if self.is_search and (is_told or based.curve.knee(seen.dispersion).high < more):
             return based._ended(capacity, now)
         # Each of them was needed, and some more may be, too.
         based = replace(based, capacity=capacity, made=0.0, until=now, step=self._some(seen))
@@ -387,7 +386,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             if wanted >= least_size and now < self.until:
                 return self
             if self.longer >= LONGER or self.helped:  # nothing tells that the servers are full
-                return replace(new, capacity=0.0, known=0.0, helped=False)
+                return replace(new, capacity=0.0, known=0.0, helped=False, is_full=False)
             closed = replace(self, capacity=self.known, known=0.0, until=now + FIRST_HOLD_S)
             return closed._at_capacity(
                 replace(new, capacity=self.known, known=0.0, until=closed.until), seen, now
@@ -404,12 +403,14 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             if not is_told and seen.groups < MOST_GROUPS / 2.0 and now < self.until:
                 return self
             if self.longer >= LONGER:
-                return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=is_told)
-        if self.longer >= LONGER:
-            return replace(new._unbound(seen), known=0.0, longer=1.0)
+                is_full = is_told or self.is_full
+                return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=is_full)
+        new = replace(new, longer=1.0 if self.longer >= LONGER else self.longer)
+        if self.longer >= LONGER and seen.is_clear(told - 1.0, seen.groups):
+            return replace(new._unbound(seen), known=0.0)
         if told < least:
             new = replace(known._found(self.known, seen, now), explored=True)
-            return new if is_told else replace(new, until=(now + new.until) / 2.0)
+            return replace(new, made=0.0) if is_told else replace(new, until=(now + new.until) / 2.0)
         if not is_alike:  # the servers became faster
             new = replace(new, curve=ThroughputCurve().added(seen.size, seen.total, seen.groups))
         new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step, helped=True)
