@@ -240,7 +240,9 @@ class Lane:
 
     def _count_anew(self) -> None:
         """Count what is under way as what is left of it after all crashes so far."""
-        self._under_way = deque((at, sequences * self._kept, since) for at, sequences, since in self._under_way)
+        self._under_way = deque(
+            (at, sequences * self._kept, since) for at, sequences, since in self._under_way
+        )
 
     def offer(self, now: float) -> float:
         """Return the sequences its workers could begin in this step and have room for; count their waits for it.

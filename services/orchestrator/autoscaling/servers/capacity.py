@@ -218,7 +218,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if seen.size <= CLOSE * self.capacity:
             return new._followed(self, seen)
         change = seen.total / min(seen.size, self.capacity / ROOM)
-        if not SLOWER <= change <= 1.0 / SLOWER:
+        is_usual = change < SLOWER and seen.total >= KEPT * self.top  # they made no more when it was found
+        if not (SLOWER <= change <= 1.0 / SLOWER or is_usual):
             if not seen.is_changed(change - 1.0, self.full_groups or self.top_groups):
                 return self if seen.groups < MOST_GROUPS else new
             if not self.doubted:
@@ -241,7 +242,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return new._sped_up(seen, now)
         if now < self.until or self._shows(seen, now):
             return new
-        step = max(self.step, round(min(SMALL_PROBE, CLEAR * seen.error_beside(seen.groups)) * seen.size / self._unit))
+        step = max(self.step, self._least_step(seen))
         return replace(new, unit=self._unit, explored=True, step=step)._probing(seen, now)
 
     def _exploring(self, knee: Knee, seen: Measurement, now: float) -> Self:
@@ -251,6 +252,11 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         """
         more = (min(knee.high, (1.0 + 2.0 * SMALL_PROBE) * seen.size) - seen.size) / 2.0
         return replace(self, unit=self._unit, step=max(1, round(more / self._unit)))._probing(seen, now)
+
+    def _least_step(self, seen: Measurement) -> int:
+        """Return the workers of a probe that chance does not hide, if they are few."""
+        part = min(SMALL_PROBE, CLEAR * seen.error_beside(seen.groups))
+        return round(part * seen.size / self._unit)
 
     def _is_alike(self, seen: Measurement) -> bool:
         """Return whether all measurements so far agree with this one, by chance."""
@@ -283,9 +289,12 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         return replace(self, hold_s=FIRST_HOLD_S, is_full=True)._trying_more(seen, now)
 
     def _trying_more(self, seen: Measurement, now: float) -> Self:
-        """Take the present pace as the base, and try some more workers: they tell a full server from longer rollouts."""
-        new = self._changed(seen)
-        new = replace(new, capacity=seen.total, step=self._some(seen), unit=new._unit, longer=max(self.longer, LONGER))
+        """Take the present pace as the base, and try some more workers.
+
+        They tell a full server from longer rollouts, and starve nobody meanwhile.
+        """
+        new = replace(self._changed(seen), capacity=seen.total, longer=max(self.longer, LONGER))
+        new = replace(new, step=self._some(seen), unit=new._unit)
         return new._probing(replace(seen, size=seen.total), now)
 
     def _sped_up(self, seen: Measurement, now: float) -> Self:
@@ -335,18 +344,25 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             is_full = self.is_full or seen.is_clear(part, self.made_groups)
             new = replace(new._based(seen), is_full=is_full)
             return new._testing(max(seen.total, self.made), seen.total, now)
-        if self.is_search and not self.is_full:  # a suspicion, and each worker is needed: growth tells the capacity
+        if self.is_search and not self.is_full:
+            # It was a suspicion, and each worker is needed: growth tells the capacity.
             return replace(new._unbound(seen), grown=self.grown)
         if self.is_search and enough < CLOSE * self.made:  # as many as before would make less
             return new._unbound(seen)
-        capacity = min(ROOM * self.made, enough)
-        slowed = 1.0 - self.made / enough  # workers on a full server are slower than fewer of them
-        based = new._based(seen)
+        return self._needed(new._based(seen), seen, now)
+
+    def _needed(self, based: Self, seen: Measurement, now: float) -> Self:
+        """Take all workers before a test as useful, since fewer make less; some more may be, too.
+
+        A full server with all of them slowed each of them, or recent fleets tell that more would not help. Else more
+        are tried at once.
+        """
+        enough = seen.total * self.above / seen.size
+        capacity, slowed = min(ROOM * self.made, enough), 1.0 - self.made / enough
         is_told = slowed > STEADY and seen.is_clear(slowed, self.made_groups)
         more = capacity + max(LARGE_PROBE * capacity, based._unit)
         if self.is_search and (is_told or based.curve.knee(seen.dispersion).high < more):
             return based._ended(capacity, now)
-        # Each of them was needed, and some more may be, too.
         based = replace(based, capacity=capacity, made=0.0, until=now, step=self._some(seen))
         return replace(based, tests_fewer=False, is_search=False, is_full=False, explored=False)
 
@@ -391,30 +407,32 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return closed._at_capacity(
                 replace(new, capacity=self.known, known=0.0, until=closed.until), seen, now
             )
-        known = replace(new, capacity=self.known)
         if not seen.tells(seen.size / self.above - 1.0):
             return self
-        least = 1.0 + HELPS * (seen.size / self.above - 1.0)
         is_alike = not self.explored and self._is_alike(seen)
         told = new.curve.knee(seen.dispersion).size / self.above if is_alike else seen.total / self.usual
-        if told < least:
-            # More may help, but chance hides it: it is tried again soon.
-            is_told = seen.is_clear(seen.size / self.above - told, seen.groups)
-            if not is_told and seen.groups < MOST_GROUPS / 2.0 and now < self.until:
-                return self
-            if self.longer >= LONGER:
-                is_full = is_told or self.is_full
-                return replace(known._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=is_full)
-        new = replace(new, longer=1.0 if self.longer >= LONGER else self.longer)
-        if self.longer >= LONGER and seen.is_clear(told - 1.0, seen.groups):
-            return replace(new._unbound(seen), known=0.0)
-        if told < least:
-            new = replace(known._found(self.known, seen, now), explored=True)
-            return replace(new, made=0.0) if is_told else replace(new, until=(now + new.until) / 2.0)
-        if not is_alike:  # the servers became faster
+        if told < 1.0 + HELPS * (seen.size / self.above - 1.0):
+            return self._vain(new, seen, told, now)
+        if not is_alike:  # the servers became faster, or rollouts shorter
             new = replace(new, curve=ThroughputCurve().added(seen.size, seen.total, seen.groups))
-        new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step, helped=True)
-        return new._probing(seen, now)
+        if self.longer >= LONGER:
+            new = replace(new, longer=1.0)
+            if seen.is_clear(told - 1.0, seen.groups):  # it was the rollouts
+                return replace(new._unbound(seen), known=0.0)
+        new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S)
+        return replace(new, step=2 * self.step, helped=True)._probing(seen, now)
+
+    def _vain(self, new: Self, seen: Measurement, told: float, now: float) -> Self:
+        """Judge a probe whose workers do not seem to help: they make `told` times what those before made."""
+        is_told = seen.is_clear(seen.size / self.above - told, seen.groups)
+        if not is_told and seen.groups < MOST_GROUPS / 2.0 and now < self.until:
+            return self  # more may help, but chance hides it
+        new = replace(new, capacity=self.known)
+        if self.longer >= LONGER:
+            is_full = is_told or self.is_full
+            return replace(new._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=is_full)
+        new = replace(new._found(self.known, seen, now), explored=True)
+        return replace(new, made=0.0) if is_told else replace(new, until=(now + new.until) / 2.0)
 
     def _is_slowed(self, seen: Measurement) -> bool:
         """Return whether workers are slower than the baseline by more than chance."""
@@ -441,7 +459,9 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             capacity = ROOM * seen.total  # they are still too many
         elif not seen.is_clear(1.0 - part, self.made_groups):
             return new._kneed(seen, now)
-        is_told = self.above > (1.0 + LARGE_PROBE) * seen.size and seen.is_changed(1.0 - part, self.made_groups)
+        is_told = self.above > (1.0 + LARGE_PROBE) * seen.size and seen.is_changed(
+            1.0 - part, self.made_groups
+        )
         new = replace(new, capacity=capacity, made=0.0, explored=is_told)
         new = new._filled(seen, min(self.made, ROOM * seen.total))._balanced(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
