@@ -218,7 +218,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if seen.size <= CLOSE * self.capacity:
             return new._followed(self, seen)
         change = seen.total / min(seen.size, self.capacity / ROOM)
-        is_usual = change < SLOWER and seen.total >= KEPT * self.top  # they made no more when it was found
+        # Those that were tried before made no more, and were nearly as many.
+        is_usual = change < SLOWER and self.top >= CLOSE * self.capacity and seen.total >= KEPT * self.top
         if not (SLOWER <= change <= 1.0 / SLOWER or is_usual):
             if not seen.is_changed(change - 1.0, self.full_groups or self.top_groups):
                 return self if seen.groups < MOST_GROUPS else new
