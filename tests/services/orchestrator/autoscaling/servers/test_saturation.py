@@ -573,7 +573,7 @@ def test_one_slow_measurement_discards_no_capacity() -> None:
         site.shared = shared
         assert site.run(1, a=21)["a"].most == found
     site.shared = 30.0
-    assert site.run(8, a=21)["a"].most < 0.85 * found
+    assert site.run(8, a=21)["a"].most > found, "more of them tell a slower server from longer rollouts"
 
 
 def test_crashed_workers_that_start_again_count() -> None:
@@ -665,8 +665,10 @@ def test_a_probe_that_nobody_fills_ends() -> None:
     assert site.run(int(FIRST_HOLD_S), a=21)["a"].most == 22
     site.wants["a"] = 20.0
     assert site.run(SURE, a=20)["a"].most == 21
-    site.wants["a"], site.shared = 500.0, 20.0
-    assert site.run(SURE, a=21)["a"].most < 18
+    site.wants["a"], site.shared, number = 500.0, 20.0, 21
+    for _ in range(4):
+        number = site.run(SURE, a=number)["a"].most
+    assert 0 < number < 18
 
 
 def test_few_workers_are_probed_more_seldom() -> None:
