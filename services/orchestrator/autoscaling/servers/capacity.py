@@ -7,11 +7,15 @@ server: its capacity is their throughput, and the environments scale back to it.
 saturation.
 
 Longer rollouts look the same: the fleet grows, and its throughput stays. A fleet that makes what the trainer demands is
-not full. Once rollouts seem to have become `LONGER` times longer, the next growth is tested with fewer workers.
+not full. A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. Once they
+seem to have become `LONGER` times longer, some more workers than wanted are tried. If they make more, it was the
+rollouts; if not, the servers are full. Slower workers at the capacity are told apart in the same way, and faster ones
+are joined by some more.
 
-A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. At the capacity,
-slower workers are first tried with fewer of them, and faster ones with some more. After a hold time, which doubles, one
-more worker is tried at the capacity; if that helps two more, then four: the server may have become faster.
+A full server is told by fewer workers that make as much. If fewer make less, each of the others is needed, and more are
+tried at once, unless recent fleets tell that they would not help. After a hold time, which doubles, one more worker is
+tried at the capacity, or as many as chance does not hide; if that helps two more, then four: the server may have become
+faster. Once nobody fills a probe whose workers helped, nothing bounds the fleet any longer.
 """
 
 import math
@@ -62,7 +66,7 @@ FOLLOWS: Final = 0.25
 FOLLOWS_PER_S: Final = 0.0004
 """Part by which the baseline may fall in a second."""
 LONGER: Final = 1.6
-"""Factor by which rollouts may seem to become longer before a growth is tested with fewer workers."""
+"""Factor by which rollouts may seem to become longer before more workers than wanted are tried."""
 TESTED: Final = 0.79
 """Largest size to scale back to, relative to the present one, so that the throughputs can be told apart."""
 SMALL_PROBE: Final = 0.15

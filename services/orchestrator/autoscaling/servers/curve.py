@@ -2,7 +2,8 @@
 
 Each measurement is a point: what so many workers made. Workers below the knee make their size, and those beyond it what
 the knee makes. Where groups arrive by chance one point tells little, and a comparison of two tells less. All points
-together tell the knee better than any two of them, and how uncertain it is.
+together tell the knee better than any two of them, and how uncertain it is. Rollouts become longer meanwhile, and
+servers slower, so each point tells less as it becomes older.
 """
 
 import math
