@@ -519,9 +519,12 @@ def simulate(
         bool,
         typer.Option(
             "--decisions",
-            help="Print the decisions of the first seed where target or reason change, instead.",
+            help="Print the decisions of one trial where target or reason change, instead.",
         ),
     ] = False,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Trial of --decisions, from 0.  [default: 0]")
+    ] = None,
     picture: Annotated[Path | None, typer.Option(help="Plot the first seed to this file (.png).")] = None,
     replay: Annotated[
         Path | None,
@@ -539,6 +542,17 @@ def simulate(
     """
     from rolloutmq.launch.commands import simulate as simulation
 
+    others = {
+        "start": start,
+        "scenario": scenario,
+        "trace": trace,
+        "plant": plant,
+        "set": settings,
+        "controller": controller,
+        "picture": picture,
+    }
+    given = [name for name, value in others.items() if value]
+    simulation.check_together(given, is_replay=replay is not None, decisions=decisions, seed=seed)
     if replay is not None:
         raise typer.Exit(simulation.decide_again(replay, as_json=as_json))
     if decisions:
@@ -548,6 +562,7 @@ def simulate(
             trace,
             plants=plant or [],
             settings=settings or [],
+            seed=seed or 0,
             as_json=as_json,
         )
         return

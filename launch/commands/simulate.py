@@ -8,7 +8,7 @@ pid         proportional, integral, derivative
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -88,6 +88,34 @@ def simulate(
         sys.stdout.flush()
 
 
+def check_together(given: Sequence[str], *, is_replay: bool, decisions: bool, seed: int | None) -> None:
+    """Refuse options that would be ignored.
+
+    Args:
+        given: Names of the other options that are given.
+        is_replay: A recorded run is decided again.
+        decisions: The decisions of one trial are printed.
+        seed: Its number; None if it is not given.
+
+    Raises:
+        ConfigError: Two options exclude each other.
+    """
+    if is_replay:
+        others = [*given, *(["decisions"] if decisions else []), *(["seed"] if seed is not None else [])]
+        if others:
+            raise ConfigError(
+                others[0], "must not be beside replay: a record has its own inputs; leave it out"
+            )
+    if seed is not None and not decisions:
+        raise ConfigError(
+            "seed", "is that of decisions (got no --decisions); use seeds for the number of trials"
+        )
+    if decisions:
+        for one in ("controller", "picture"):
+            if one in given:
+                raise ConfigError(one, "must not be beside decisions, which are rolloutmq's; leave it out")
+
+
 def print_decisions(
     starts_s: Sequence[float],
     only: Sequence[str] = (),
@@ -95,9 +123,10 @@ def print_decisions(
     *,
     plants: Sequence[Path] = (),
     settings: Sequence[str] = (),
+    seed: int = 0,
     as_json: bool = False,
 ) -> None:
-    """Print the decisions of the orchestrator's controllers on the first seed, where target or reason change.
+    """Print the decisions of the orchestrator's controllers in one trial, where target or reason change.
 
     Args:
         starts_s: Start-up times of workers, in seconds; 20 if empty.
@@ -105,6 +134,7 @@ def print_decisions(
         recorded: Demand trace as CSV: seconds, and sequences consumed per second.
         plants: Plants as TOML files, in place of the scenarios.
         settings: Texts `key=value`, as for `simulate`.
+        seed: Number of the trial, from 0.
         as_json: Print one JSON list, with an entry for each scenario.
 
     Raises:
@@ -116,7 +146,7 @@ def print_decisions(
             {
                 "scenario": one.name,
                 "start_s": one.start_s,
-                "decisions": [asdict(change) for change in changed_decisions(one, 0)],
+                "decisions": [asdict(change) for change in changed_decisions(one, seed)],
             }
             for one in scenarios
         ]
@@ -124,7 +154,7 @@ def print_decisions(
         return
     for number, one in enumerate(scenarios):
         sys.stdout.write(f"{chr(10) if number else ''}{one.name}, start {one.start_s:g} s\n")
-        sys.stdout.writelines(decision_lines(changed_decisions(one, 0)))
+        sys.stdout.writelines(decision_lines(changed_decisions(one, seed)))
 
 
 def _print_json(found: object) -> None:
@@ -154,7 +184,11 @@ def decide_again(recorded: Path, *, as_json: bool = False) -> int:
     path = RunLayout(recorded).decisions if recorded.is_dir() else recorded
     try:
         again = replay(read(path))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise ConfigError(
+            "replay", f"{path} cannot be read: {error.strerror}; name a run directory"
+        ) from None
+    except ValueError as error:
         raise ConfigError("replay", str(error)) from None
     if as_json:
         _print_json(msgspec.to_builtins(again))
@@ -224,8 +258,19 @@ def load_plant(file: Path, settings: Sequence[str] = ()) -> Scenario:
         ConfigError: The file is unreadable, a key is unknown, a value is invalid, or two values contradict each other.
     """
     tree = read_toml(file)
+    _check_names(tree, settings)
     assign(tree, settings)
     return scenario_of(file.stem, validated(PlantFile, tree), file.resolve().parent)
+
+
+def _check_names(tree: Mapping[str, Any], settings: Sequence[str]) -> None:
+    """Refuse values of environments and servers that the file does not name: a misspelled one would be another."""
+    for text in settings:
+        section, _, rest = text.partition("=")[0].strip().partition(".")
+        known, name = tree.get(section), rest.partition(".")[0]
+        if section in ("environment", "server") and isinstance(known, dict) and name not in known:
+            names = ", ".join(map(repr, known))
+            raise ConfigError(f"{section}.{name}", f"is not in the file (got {text!r}); use one of {names}")
 
 
 def _traced(recorded: Path, start_s: float) -> Scenario:

@@ -379,18 +379,32 @@ class PressureController:
         most = state.wants[0][1]
         last = target == 1 and most <= ROUND and sample.pressure >= self.scaling.setpoint_batches
         if (target - most >= band or last) and (now >= state.calm_from or self._rests(state)):
-            return self._down(state, math.ceil(most - ROUND), why, now)
+            kept = max(math.ceil(most - ROUND), min(target, self._surely(state)))
+            return self._down(state, kept, why, now) if kept < target else self._hold(state, why)
         return self._hold(state, why)
+
+    def _surely(self, state: ControllerState) -> int:
+        """Return the workers that surely meet the demand: the measured rates differ by chance.
+
+        All wants of a window follow from about the same arrivals, so their highest one may be too low as well. A long
+        queue lowers the want, but it does not last.
+        """
+        demand, per_worker = state.rates.demand, state.rates.per_worker
+        if demand is None or not per_worker:
+            return 0
+        available = max(state.rates.available, LEAST_AVAILABLE)
+        most = 1.0 + min(HIGHEST * state.rates.error, UNSURE_PART)
+        return math.ceil(most * demand / (per_worker * available) - ROUND)
 
     def _tolerated(self, state: ControllerState, sample: PressureSample, want: float) -> float:
         """Return the shortfall that brings no worker.
 
-        The number of ready workers varies where they crash, and with it their measured rates. A queue beyond twice its
-        setpoint bridges what chance may make of them, up to the dead band of few workers.
+        The measured rates differ by chance, and more where workers crash. A queue beyond twice its setpoint bridges
+        what chance may make of them; if it falls, they are right.
         """
-        if state.rates.available >= 1.0 or sample.pressure <= 2.0 * self.scaling.setpoint_batches:
+        if sample.pressure <= 2.0 * self.scaling.setpoint_batches:
             return ROUND
-        return min(max(ROUND, UNSURE * state.rates.error * want), WHOLE)
+        return max(ROUND, min(UNSURE * state.rates.error, UNSURE_PART) * want)
 
     def _kept(self, state: ControllerState, sample: PressureSample, want: float, now: float) -> int:
         """Return the workers to keep if less is wanted soon after a step up: those that were there before it stay."""

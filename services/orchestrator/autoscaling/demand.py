@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from rolloutmq.services.orchestrator.autoscaling.availability import Availability
 from rolloutmq.services.orchestrator.autoscaling.pressure import PressureSample
 from rolloutmq.services.orchestrator.autoscaling.scatter import PaceScatter
-from rolloutmq.services.orchestrator.autoscaling.settlements import Settlements
+from rolloutmq.services.orchestrator.autoscaling.settlements import LATE, Settlements
 
 SAMPLES_S: Final = 3.0
 """Longest interval one sample counts for: after a gap a sample says no more than any other."""
@@ -57,6 +57,8 @@ FIRST_S: Final = 10.0
 """Time a trainer is observed before its demand is reported."""
 ASLEEP_PART: Final = 0.9
 """Waiting part of the time from which a trainer has no work in progress."""
+BATCH_PART: Final = 0.5
+"""Part of a batch that the queue loses at once when the trainer takes one; workers add the rest meanwhile."""
 STARVED_S: Final = 2.0
 """Time constant of the trainer's present wait."""
 MISSED: Final = 10.0
@@ -194,8 +196,10 @@ class DemandEstimator(msgspec.Struct, frozen=True):
     def looked(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Return the means with one more sample."""
         last, elapsed = self.last, now - self.last_at
-        if last is None or not 0.0 < elapsed < GAP_S or seen.epoch != last.epoch or not seen.trainers:
+        if last is None or not 0.0 < elapsed < GAP_S or seen.epoch != last.epoch:
             return replace(self._anew(seen, now), was_away=self.was_away or not seen.trainers)
+        if not seen.trainers:
+            return self._without_trainer(seen, last, now)
         waited = _part(seen.starved_s - last.starved_s, elapsed)
         settled_at = self.settled_at
         if math.isinf(settled_at) and waited > ASLEEP_PART:
@@ -216,10 +220,25 @@ class DemandEstimator(msgspec.Struct, frozen=True):
             new = replace(new, was_away=False)._settled(
                 seen.eaten - last.eaten, now, exact_s, min(elapsed, SAMPLES_S)
             )
+        elif new._is_late and self._took_batch(seen):
+            new = replace(new, open_s=0.0)  # the pause is over: the trainer has begun its next batch
         new = new._sampled(seen, last, elapsed)._made(seen, last, elapsed)
         if new.away and new.silent:  # the duration of this batch depends on the teacher
             return replace(new, open_s=0.0, settled_at=-math.inf)
         return new
+
+    @property
+    def _is_late(self) -> bool:
+        """Return whether the open step takes so long that it lowers the demand."""
+        usual_s = self.settlements.usual_s
+        return 0.0 < LATE * usual_s < self.open_s
+
+    def _took_batch(self, seen: PressureSample) -> bool:
+        """Return whether the trainer has taken a batch from the queue since the last sample."""
+        last = self.last
+        if last is None or seen.batch_sequences != last.batch_sequences:
+            return False
+        return last.pressure - seen.pressure >= BATCH_PART
 
     def _anew(self, seen: PressureSample, now: float) -> "DemandEstimator":
         """Keep the means, but forget the work in progress."""
@@ -229,6 +248,22 @@ class DemandEstimator(msgspec.Struct, frozen=True):
         new = replace(new, open_s=0.0, settled_at=-math.inf, silent=False, away=False)
         new = replace(new, made_at=now, quiet_s=0.0, vain_s=0.0)
         return replace(new, starved=0.0, idle=0.0, blocks=((now, 0.0),), blocked_begun_s=0.0)
+
+    def _without_trainer(self, seen: PressureSample, last: PressureSample, now: float) -> "DemandEstimator":
+        """Keep the means, and go on to record how many workers are ready and how long they wait.
+
+        Once the trainer returns, they all begin at once, and nothing arrives for one rollout.
+        """
+        blocked_s = max(0.0, seen.blocked_s - last.blocked_s) / max(1, seen.slots)
+        waited, _ = self._with_ready(seen, self.last_at)._with_blocked(blocked_s, now)
+        return replace(
+            self._anew(seen, now),
+            was_away=True,
+            readies=waited.readies,
+            rollout_s=waited.rollout_s,
+            blocks=waited.blocks,
+            blocked_begun_s=waited.blocked_begun_s,
+        )
 
     def _settled(self, eaten: int, at: float, exact_s: float, grain_s: float) -> "DemandEstimator":
         took_s = at - self.settled_at

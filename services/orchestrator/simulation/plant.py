@@ -235,8 +235,14 @@ class Lane:
         self._begun *= 1.0 - part
         self._kept *= 1.0 - part
         if self._kept < NOTHING:
-            self._under_way.clear()
-            self._begun, self._kept = 0.0, 1.0
+            self._count_anew()
+            self._kept = 1.0
+
+    def _count_anew(self) -> None:
+        """Count what is under way as what is left of it after all crashes so far."""
+        self._under_way = deque(
+            (at, sequences * self._kept, since) for at, sequences, since in self._under_way
+        )
 
     def offer(self, now: float) -> float:
         """Return the sequences its workers could begin in this step and have room for; count their waits for it.
@@ -401,6 +407,9 @@ class TurnLane(Lane):
     def load(self, now: float, begun: float) -> float:
         """See `Lane.load`."""
         return 0.0 if self._is_out(now) else (self._begun + begun) / self._takes_s
+
+    def _count_anew(self) -> None:
+        self._turns = [turn._replace(sequences=turn.sequences * self._kept) for turn in self._turns]
 
     def _lose(self, part: float) -> None:
         super()._lose(part)

@@ -271,3 +271,43 @@ def test_the_command_line_decides_again(tmp_path: Path) -> None:
     record(tmp_path, 2)
     result = CliRunner().invoke(app, ["simulate", "--replay", str(tmp_path)])
     assert (result.exit_code, result.output) == (0, "2 decisions, 0 of them different from the record\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--replay", "nope"],
+            "replay: nope cannot be read: No such file or directory; name a run directory",
+        ),
+        (
+            ["--replay", "nope", "--set", "orchestrator.scaling.band_part=0.3"],
+            "set: must not be beside replay",
+        ),
+        (["--replay", "nope", "--trace", "demand.csv"], "trace: must not be beside replay"),
+        (["--replay", "nope", "--decisions"], "decisions: must not be beside replay"),
+        (["--decisions", "--controller", "pid"], "controller: must not be beside decisions"),
+        (["--seed", "3"], "seed: is that of decisions"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(words: list[str], told: str) -> None:
+    result = CliRunner().invoke(app, ["simulate", *words])
+    assert result.exit_code != 0
+    assert told in str(result.exception)
+
+
+def test_another_seed_has_other_decisions(capsys: pytest.CaptureFixture[str], plant: Path) -> None:
+    print_decisions([], plants=[plant])
+    first = capsys.readouterr().out
+    print_decisions([], plants=[plant], seed=1)
+    assert capsys.readouterr().out != first
+    result = CliRunner().invoke(app, ["simulate", "--plant", str(plant), "--decisions", "--seed", "0"])
+    assert result.output == first
+
+
+def test_a_misspelled_environment_is_refused(plant: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^environment\.maht: is not in the file .*; use one of 'math', 'code'"
+    ):
+        load_plant(plant, ["environment.maht.per_worker=4"])
+    assert load_plant(plant, ["environment.math.ready=7"]).site.environments["math"].ready == 7

@@ -7,11 +7,15 @@ server: its capacity is their throughput, and the environments scale back to it.
 saturation.
 
 Longer rollouts look the same: the fleet grows, and its throughput stays. A fleet that makes what the trainer demands is
-not full. Once rollouts seem to have become `LONGER` times longer, the next growth is tested with fewer workers.
+not full. A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. Once they
+seem to have become `LONGER` times longer, some more workers than wanted are tried. If they make more, it was the
+rollouts; if not, the servers are full. Slower workers at the capacity are told apart in the same way, and faster ones
+are joined by some more.
 
-A pace that changes while the fleet stays is a change of the rollouts, and the baseline follows it. At the capacity,
-slower workers are first tried with fewer of them, and faster ones with some more. After a hold time, which doubles, one
-more worker is tried at the capacity; if that helps two more, then four: the server may have become faster.
+A full server is told by fewer workers that make as much. If fewer make less, each of the others is needed, and more are
+tried at once, unless recent fleets tell that they would not help. After a hold time, which doubles, one more worker is
+tried at the capacity, or as many as chance does not hide; if that helps two more, then four: the server may have become
+faster. Once nobody fills a probe whose workers helped, nothing bounds the fleet any longer.
 """
 
 import math
@@ -29,7 +33,9 @@ from rolloutmq.services.orchestrator.autoscaling.servers.curve import (
 )
 from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
     CHANGE,
+    CLEAR,
     SURE_GROUPS,
+    SURE_S,
     Measurement,
     Span,
 )
@@ -60,16 +66,18 @@ FOLLOWS: Final = 0.25
 FOLLOWS_PER_S: Final = 0.0004
 """Part by which the baseline may fall in a second."""
 LONGER: Final = 1.6
-"""Factor by which rollouts may seem to become longer before a growth is tested with fewer workers."""
+"""Factor by which rollouts may seem to become longer before more workers than wanted are tried."""
 TESTED: Final = 0.79
 """Largest size to scale back to, relative to the present one, so that the throughputs can be told apart."""
+SMALL_PROBE: Final = 0.15
+"""Most workers of a later probe, relative to the present ones: at least as many as chance does not hide."""
 LARGE_PROBE: Final = 0.2
 """Workers of a large probe, relative to the present ones: their pace changed, and it may be that more help now."""
 SLOWED: Final = 0.92
 """Ratio to the pace among fewer below which full servers clearly slow the workers."""
 SUSPECT: Final = 0.8
 """Pace, relative to that of fewer workers before, below which the first measured ones may share a full server."""
-SUSPECT_GROUPS: Final = 64
+SUSPECT_GROUPS: Final = 24
 """Groups after which a suspicion that may be chance ends."""
 RARE: Final = 8.0
 """Workers with fewer of which a probe is made more seldom: one more worker is a larger part of them."""
@@ -138,6 +146,8 @@ class CapacitySearch(msgspec.Struct, frozen=True):
     """Size at the beginning of the present measurement."""
     explored: bool = False
     """More workers than those at the capacity were tried since it was found, or need not be tried soon."""
+    helped: bool = False
+    """The workers of the last probe made more, and of the present one nothing is known."""
     curve: ThroughputCurve = ThroughputCurve()
     """What fleets of other sizes made, as long as nothing seems to have changed since."""
 
@@ -146,9 +156,12 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if seen.size > MORE * self.proven and not self._tells_growth(seen):
             return self
         if seen.size > MORE * self.proven and seen.total < self._least(seen) * seen.size:
-            if seen.total < KEPT * self.top and seen.is_changed(1.0 - seen.total / self.top, self.top_groups):
+            if seen.total < KEPT * self.top:
                 # Saturated workers share the throughput of fewer. Here every worker became slower: a new pace.
-                return new._changed(seen)
+                if seen.is_changed(1.0 - seen.total / self.top, self.top_groups):
+                    return new._changed(seen)
+                if not seen.is_sure:
+                    return self
             if seen.is_enough:  # it seems that rollouts became longer
                 return replace(new._changed(seen), longer=self.longer * seen.size / seen.total)
             if not self.grown and seen.total < (1.0 + LIKE) * self.top:
@@ -156,11 +169,9 @@ class CapacitySearch(msgspec.Struct, frozen=True):
                 return self._full_before(new, seen, now)
             return new._found(min(ROOM * seen.total, TESTED * seen.size), seen, now)
         if self.longer >= LONGER and seen.size > MORE * self.proven:
-            if not seen.tells(1.0 - TESTED):
+            if not seen.tells(LARGE_PROBE):
                 return self
-            # If fewer make less, rollouts did become longer.
-            based = replace(seen, size=seen.total)
-            return replace(new._based(seen)._found(TESTED * seen.total, based, now), longer=1.0)
+            return new._trying_more(seen, now)
         return new._followed(self, seen)
 
     def _full_before(self, new: Self, seen: Measurement, now: float) -> Self:
@@ -211,11 +222,11 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         if seen.size <= CLOSE * self.capacity:
             return new._followed(self, seen)
         change = seen.total / min(seen.size, self.capacity / ROOM)
-        if not SLOWER <= change <= 1.0 / SLOWER:
+        # Those that were tried before made no more, and were nearly as many.
+        is_usual = change < SLOWER and self.top >= CLOSE * self.capacity and seen.total >= KEPT * self.top
+        if not (SLOWER <= change <= 1.0 / SLOWER or is_usual):
             if not seen.is_changed(change - 1.0, self.full_groups or self.top_groups):
                 return self if seen.groups < MOST_GROUPS else new
-            if self._is_alike(seen):  # nothing changed: it was not known well
-                return new._kneed(seen, now)
             if not self.doubted:
                 return replace(new, doubted=True, curve=self.curve)
             return new._slowed(seen, now) if change < 1.0 else new._sped_up(seen, now)
@@ -236,15 +247,21 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return new._sped_up(seen, now)
         if now < self.until or self._shows(seen, now):
             return new
-        return replace(new, unit=self._unit, explored=True)._probing(seen, now)
+        step = max(self.step, self._least_step(seen))
+        return replace(new, unit=self._unit, explored=True, step=step)._probing(seen, now)
 
     def _exploring(self, knee: Knee, seen: Measurement, now: float) -> Self:
-        """Try more workers if nobody knows that they would not help: half as many more as may be useful.
+        """Try more workers if nobody knows that they would not help: half as many more as may be useful, but few.
 
         A large step shows with fewer groups than a small one.
         """
-        more = (min(knee.high, 1.5 * seen.size) - seen.size) / 2.0
+        more = (min(knee.high, (1.0 + 2.0 * SMALL_PROBE) * seen.size) - seen.size) / 2.0
         return replace(self, unit=self._unit, step=max(1, round(more / self._unit)))._probing(seen, now)
+
+    def _least_step(self, seen: Measurement) -> int:
+        """Return the workers of a probe that chance does not hide, if they are few."""
+        part = min(SMALL_PROBE, CLEAR * seen.error_beside(seen.groups))
+        return round(part * seen.size / self._unit)
 
     def _is_alike(self, seen: Measurement) -> bool:
         """Return whether all measurements so far agree with this one, by chance."""
@@ -269,11 +286,21 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         return replace(new, usual=seen.total, above=seen.size)
 
     def _slowed(self, seen: Measurement, now: float) -> Self:
-        """Try fewer workers, since those at the capacity became clearly slower.
+        """Try more workers, since those at the capacity became clearly slower.
 
-        Their rollouts are longer, or the server became slower: neither makes more workers useful if the server is full.
+        Their rollouts are longer, or the server became slower. If it is full, more workers show that, and fewer are
+        tried next.
         """
-        return replace(self._changed(seen), hold_s=FIRST_HOLD_S)._testing(seen.total, seen.total, now)
+        return replace(self, hold_s=FIRST_HOLD_S, is_full=True)._trying_more(seen, now)
+
+    def _trying_more(self, seen: Measurement, now: float) -> Self:
+        """Take the present pace as the base, and try some more workers.
+
+        They tell a full server from longer rollouts, and starve nobody meanwhile.
+        """
+        new = replace(self._changed(seen), capacity=seen.total, longer=max(self.longer, LONGER))
+        new = replace(new, step=self._some(seen), unit=new._unit)
+        return new._probing(replace(seen, size=seen.total), now)
 
     def _sped_up(self, seen: Measurement, now: float) -> Self:
         """Let some more workers join those at the capacity, which became clearly faster."""
@@ -322,15 +349,27 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             is_full = self.is_full or seen.is_clear(part, self.made_groups)
             new = replace(new._based(seen), is_full=is_full)
             return new._testing(max(seen.total, self.made), seen.total, now)
-        if not self.is_search:  # they were needed, and some more may be, too
-            capacity = min(ROOM * self.made, enough)
-            based = replace(new._based(seen), capacity=capacity, tests_fewer=False, made=0.0, until=now)
-            return replace(based, step=self._some(seen))
-        if not self.is_full:  # it was a suspicion, and each worker is needed: growth will tell the capacity
+        if self.is_search and not self.is_full:
+            # It was a suspicion, and each worker is needed: growth tells the capacity.
             return replace(new._unbound(seen), grown=self.grown)
-        if enough < CLOSE * self.made:  # as many as before would make less
+        if self.is_search and enough < CLOSE * self.made:  # as many as before would make less
             return new._unbound(seen)
-        return new._ended(self.above, now)
+        return self._needed(new._based(seen), seen, now)
+
+    def _needed(self, based: Self, seen: Measurement, now: float) -> Self:
+        """Take all workers before a test as useful, since fewer make less; some more may be, too.
+
+        A full server with all of them slowed each of them, or recent fleets tell that more would not help. Else more
+        are tried at once.
+        """
+        enough = seen.total * self.above / seen.size
+        capacity, slowed = min(ROOM * self.made, enough), 1.0 - self.made / enough
+        is_told = slowed > STEADY and seen.is_clear(slowed, self.made_groups)
+        more = capacity + max(LARGE_PROBE * capacity, based._unit)
+        if self.is_search and (is_told or based.curve.knee(seen.dispersion).high < more):
+            return based._ended(capacity, now)
+        based = replace(based, capacity=capacity, made=0.0, until=now, step=self._some(seen))
+        return replace(based, tests_fewer=False, is_search=False, is_full=False, explored=False)
 
     def _testing(self, made: float, above: float, now: float) -> Self:
         """Test whether fewer workers than those of the size `above` make as much."""
@@ -363,25 +402,42 @@ class CapacitySearch(msgspec.Struct, frozen=True):
 
     def _probed(self, new: Self, seen: Measurement, wanted: float, now: float) -> Self:
         """Judge a probe: one more worker, or a few. One that nobody fills ends without a result."""
-        if seen.size < self.above + HELPS * self.unit:
-            if wanted >= self.above + HELPS * self.unit and now < self.until:
+        least_size = self.above + HELPS * self.unit * self.step
+        if seen.size < least_size:
+            if wanted >= least_size and now < self.until:
                 return self
+            if self.longer >= LONGER or self.helped:  # nothing tells that the servers are full
+                return replace(new, capacity=0.0, known=0.0, helped=False, is_full=False)
             closed = replace(self, capacity=self.known, known=0.0, until=now + FIRST_HOLD_S)
             return closed._at_capacity(
                 replace(new, capacity=self.known, known=0.0, until=closed.until), seen, now
             )
-        known = replace(new, capacity=self.known)
         if not seen.tells(seen.size / self.above - 1.0):
             return self
-        least = 1.0 + HELPS * (seen.size / self.above - 1.0)
         is_alike = not self.explored and self._is_alike(seen)
         told = new.curve.knee(seen.dispersion).size / self.above if is_alike else seen.total / self.usual
-        if told < least:
-            return replace(known._found(self.known, seen, now), explored=True)
-        if not is_alike:  # the servers became faster
+        if told < 1.0 + HELPS * (seen.size / self.above - 1.0):
+            return self._vain(new, seen, told, now)
+        if not is_alike:  # the servers became faster, or rollouts shorter
             new = replace(new, curve=ThroughputCurve().added(seen.size, seen.total, seen.groups))
-        new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S, step=2 * self.step)
-        return new._probing(seen, now)
+        if self.longer >= LONGER:
+            new = replace(new, longer=1.0)
+            if seen.is_clear(told - 1.0, seen.groups):  # it was the rollouts
+                return replace(new._unbound(seen), known=0.0)
+        new = replace(new, proven=seen.size, top=seen.total, hold_s=FIRST_HOLD_S)
+        return replace(new, step=2 * self.step, helped=True)._probing(seen, now)
+
+    def _vain(self, new: Self, seen: Measurement, told: float, now: float) -> Self:
+        """Judge a probe whose workers do not seem to help: they make `told` times what those before made."""
+        is_told = seen.is_clear(seen.size / self.above - told, seen.groups)
+        if not is_told and seen.groups < MOST_GROUPS / 2.0 and now < self.until:
+            return self  # more may help, but chance hides it
+        new = replace(new, capacity=self.known)
+        if self.longer >= LONGER:
+            is_full = is_told or self.is_full
+            return replace(new._searching(self.known, seen, now), known=0.0, longer=1.0, is_full=is_full)
+        new = replace(new._found(self.known, seen, now), explored=True)
+        return replace(new, made=0.0) if is_told else replace(new, until=(now + new.until) / 2.0)
 
     def _is_slowed(self, seen: Measurement) -> bool:
         """Return whether workers are slower than the baseline by more than chance."""
@@ -400,14 +456,18 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             return new._unbound(seen)
         if not seen.is_sure:
             return self
-        capacity = max(self.capacity, min(ROOM * self.made, self.above))
+        useful = ROOM * max(self.made, seen.total) * seen.size / seen.total
+        capacity = max(self.capacity, min(ROOM * self.made, self.above, useful))
         if seen.total < SLOWER * seen.size:
             if not self._is_slowed(seen):  # the baseline may be too high by chance
                 return new._kneed(seen, now)
             capacity = ROOM * seen.total  # they are still too many
         elif not seen.is_clear(1.0 - part, self.made_groups):
             return new._kneed(seen, now)
-        new = replace(new, capacity=capacity, made=0.0)
+        is_told = self.above > (1.0 + LARGE_PROBE) * seen.size and seen.is_changed(
+            1.0 - part, self.made_groups
+        )
+        new = replace(new, capacity=capacity, made=0.0, explored=is_told)
         new = new._filled(seen, min(self.made, ROOM * seen.total))._balanced(seen)
         if seen.total < LOST * min(self.made, seen.size):  # the baseline was too high
             return replace(new, bests={env: best * LOST for env, best in new.bests.items()})
@@ -455,7 +515,7 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         changes = {env: pace / (usual * self.bests[env]) for env, pace in seen.paces.items()}
         largest = max(abs(change - 1.0) for change in changes.values())
         clearly = largest > 1.0 - SLOWER
-        if clearly and not seen.shows(largest, self.top_groups):
+        if clearly and not (seen.is_sure or seen.is_changed(largest, self.top_groups)):
             return before
         if clearly and not self.doubted:
             return replace(self, doubted=True)
@@ -463,8 +523,11 @@ class CapacitySearch(msgspec.Struct, frozen=True):
             changes = {env: 1.0 if abs(change - 1.0) < STEADY else change for env, change in changes.items()}
         if not clearly:
             most, weight = FOLLOWS_PER_S * seen.took_s, FOLLOWS
-            if not self.capacity and usual < 1.0 and min(self.usual_groups, self.top_groups) < SURE_GROUPS:
-                return self._remeasured(seen, changes)
+            if not self.capacity and usual < 1.0:
+                least = max(SURE_GROUPS, SURE_S * seen.groups / max(seen.took_s, 1.0))
+                if self.usual_groups < least or self.top_groups < SURE_GROUPS:
+                    return self._remeasured(seen, changes)
+                return self._settled()
             if not self.capacity and self.top_groups < SURE_GROUPS:  # the baseline is the less sure of both
                 most, weight = 1.0, seen.groups / (self.top_groups + seen.groups)
             changes = {
@@ -473,11 +536,21 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         bests = {env: best * changes.get(env, 1.0) for env, best in self.bests.items()}
         change = sum(bests[env] for env in seen.paces) / sum(self.bests[env] for env in seen.paces)
         new = replace(self, bests=bests, proven=self.proven * change, top=self.top * change, doubted=False)
-        if clearly:
+        if clearly:  # if the servers became slower, the present workers may be too many for them already
+            new = replace(new, grown=self.grown and change > 1.0, top_groups=seen.groups)
             return replace(new, curve=ThroughputCurve().added(change * seen.size, seen.total, seen.groups))
         groups = max(self.top_groups, min(self.top_groups + seen.groups, SURE_GROUPS))
         new = replace(new, longer=max(1.0, self.longer / change), top_groups=groups)
         return replace(new, curve=self.curve.scaled(change))
+
+    def _settled(self) -> Self:
+        """Take what the present workers surely make as their pace, whether their rollouts or the servers slow them.
+
+        What a growth then brings is told beside that.
+        """
+        part = self.usual_part
+        new = replace(self._scaled(part), proven=part * self.proven, usual_part=1.0)
+        return replace(new, longer=self.longer / part)
 
     def _remeasured(self, seen: Measurement, changes: Mapping[str, float]) -> Self:
         """Correct the throughput of the present workers, who make less than their size, by one more measurement.
@@ -528,18 +601,19 @@ class CapacitySearch(msgspec.Struct, frozen=True):
         """Take the capacity that all measurements together tell; two of them alone do not."""
         knee = self.curve.knee(seen.dispersion)
         groups = sum(one.groups for one in self.curve.points if one.size <= knee.size) or seen.groups
-        new = replace(self._scaled(knee.pace), made=0.0, doubted=False, top_groups=groups)
+        pace = min(max(knee.pace, KEPT), 1.0 / KEPT)  # the rest is what changed since the older ones
+        new = replace(self._scaled(pace), made=0.0, doubted=False, top_groups=groups)
         if knee.size < CLOSE * max(one.size for one in self.curve.points):
-            size = knee.pace * knee.size
+            size = pace * max(knee.size, TESTED * seen.size)  # fewer still are tested, not told
             # One more of few workers is a large part of them.
             whole = max(math.ceil(size / new._unit - ROUND), math.floor(ROOM * size / new._unit))
             return replace(new, capacity=whole * new._unit)
         if seen.size >= CLOSE * knee.size:
             return replace(new, until=now, step=self._some(seen))  # they seem to be needed, and more may be
-        return replace(new, capacity=0.0, grown=True, proven=knee.pace * seen.size, top=seen.total)
+        return replace(new, capacity=0.0, grown=True, proven=pace * seen.size, top=seen.total)
 
     def _found(self, capacity: float, seen: Measurement, now: float) -> Self:
-        new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False, explored=False)
+        new = replace(self, capacity=capacity, known=0.0, step=1, doubted=False, explored=False, helped=False)
         made = seen.total if capacity < CLOSE * seen.size else 0.0  # else it can hardly be told
         new = replace(new, made=made, made_groups=seen.groups, above=seen.size)._filled(seen)
         return replace(new, proven=min(self.proven, capacity), top=min(self.top, seen.total))._held(now)

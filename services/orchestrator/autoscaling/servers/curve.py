@@ -2,7 +2,8 @@
 
 Each measurement is a point: what so many workers made. Workers below the knee make their size, and those beyond it what
 the knee makes. Where groups arrive by chance one point tells little, and a comparison of two tells less. All points
-together tell the knee better than any two of them, and how uncertain it is.
+together tell the knee better than any two of them, and how uncertain it is. Rollouts become longer meanwhile, and
+servers slower, so each point tells less as it becomes older.
 """
 
 import math
@@ -19,6 +20,9 @@ MOST_GROUPS: Final = 800.0
 STEPS: Final = 60
 """Sizes tried as the knee, from the smallest point to twice the largest: no point tells one knee below all of them from
 another."""
+CHANGE_PER_S: Final = 9e-5
+"""Variance by which the throughput of a worker changes in a second, relative to it: by a tenth within two minutes, and
+a third within 20."""
 NO_CHANCE: Final = 1e-6
 """Least dispersion."""
 LIKELY: Final = 2.0
@@ -65,6 +69,12 @@ class ThroughputCurve(msgspec.Struct, frozen=True):
                 rest = self.points[:place] + self.points[place + 1 :]
                 return ThroughputCurve((*rest, one.joined(new)))
         return ThroughputCurve((*self.points[1 - POINTS :], new))
+
+    def aged(self, seconds: float, dispersion: float) -> "ThroughputCurve":
+        """Return the curve after so much time: the rollouts and the servers change, so each point tells less."""
+        grown = CHANGE_PER_S * seconds / max(dispersion, NO_CHANCE)
+        points = (Point(one.size, one.made, 1.0 / (1.0 / one.groups + grown)) for one in self.points)
+        return ThroughputCurve(tuple(points))
 
     def scaled(self, factor: float) -> "ThroughputCurve":
         """Return the curve with other units of size."""

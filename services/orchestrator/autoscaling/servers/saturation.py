@@ -44,6 +44,7 @@ from rolloutmq.services.orchestrator.autoscaling.servers.progress import (
     unslowed,
 )
 from rolloutmq.services.orchestrator.autoscaling.servers.server_use import (
+    LONG_S,
     OWN_GROUPS,
     SURE_GROUPS,
     SURE_S,
@@ -63,8 +64,10 @@ SLOW_S: Final = 120.0
 SOON_S: Final = 15.0
 """Time for `GROUPS` within which growth waits for a measurement if a worker became slower."""
 FURTHER: Final = 1.9
+LEAST_FURTHER, KNOWN_ERROR = 1.5, 0.07
 FEW: Final = 4
-"""Limit of growth without evidence: this factor of the proven size, or this many workers more."""
+"""Limit of growth without evidence: this factor of the proven size, at least that where chance hides the pace, or this
+many workers more."""
 ENOUGH, ENOUGH_PART = 0.95, 0.03
 """Throughput relative to the demand, and waiting part of the trainer's time, up to which it has enough."""
 CRASHES: Final = 0.08
@@ -116,7 +119,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
             return ServerLimit(reach=max(few, use.workers, further))
         best = self.bests[use.env] * self.ready.get(use.env, use.available)
         most = self._most(uses).get(use.env, 0)
-        proven = self._share(max(FURTHER * self.top, self.top + FEW * best), use, uses) / best
+        proven = self._share(self._further(best, use), use, uses) / best
         return ServerLimit(
             most=max(1, most) if most else 0,
             reach=max(FEW, math.floor(proven + 1e-9), most, further),
@@ -129,6 +132,18 @@ class SaturationDetector(CapacitySearch, frozen=True):
             above=self.above if self.made else 0.0,
             tests_fewer=self.tests_fewer,
         )
+
+    def _further(self, best: float, use: ServerUse) -> float:
+        """Return the size that may be tried: of the first few workers, more may bring nothing.
+
+        Where rollouts are long, each step of growth takes minutes. The pace of a worker may be higher than measured,
+        and the proven size then has fewer workers.
+        """
+        if not self.grown and self.top <= (FEW + ROUND) * best and use.rollout_s < LONG_S:
+            return self.top + FEW / 2.0 * best
+        error = math.sqrt(use.dispersion / max(1.0, self.top_groups))
+        sure = max(LEAST_FURTHER, FURTHER * min(1.0, 1.0 + KNOWN_ERROR - error))
+        return max(sure * self.top, self.top + FEW * best)
 
     def _most(self, uses: Sequence[ServerUse]) -> dict[str, int]:
         """Return the whole workers of each environment at the capacity; empty if it is unknown.
@@ -190,9 +205,9 @@ class SaturationDetector(CapacitySearch, frozen=True):
         )
 
     def _is_slow(self, use: ServerUse, uses: Sequence[ServerUse]) -> bool:
-        """Return whether a worker makes clearly less than it did, and that will be understood soon."""
-        best = self.bests[use.env]
-        if use.pace is None or self.capacity or use.pace >= SLOWER * best:
+        """Return whether a worker makes clearly less than at the last measurement, and that will be understood soon."""
+        usual = self.usual_part * self.bests[use.env]
+        if use.pace is None or self.capacity or use.pace >= SLOWER * usual:
             return False
         groups_s = use.workers * use.pace / max(1, use.group_sequences)
         return self._size(uses) > MORE * self.proven or SOON_S * groups_s >= telling_groups(uses)
@@ -303,6 +318,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
         if unknown := {env: pace for env, pace in seen.paces.items() if env not in self.bests}:
             bests = {one.env: self._unslowed(one, unknown[one.env]) for one in uses if one.env in unknown}
             new = replace(new, bests={**self.bests, **bests})
+        new = replace(new, curve=new.curve.aged(seen.took_s, seen.dispersion))
         if not self.proven:
             new = replace(new, curve=new.curve.added(seen.size, seen.total, seen.groups))
             return new._first(self, seen, now)

@@ -40,9 +40,10 @@ def test_fewer_groups_tell_a_throughput_if_they_arrive_evenly(dispersion: float,
     """Eighteen workers make 1.8 groups a second: 8, 16 and 24 groups are needed."""
     site = Site(shared=1000.0, paces={"a": 0.1})
     site.dispersion = dispersion
-    assert site.run(300, a=10)["a"].reach == 19
-    assert site.run(seconds - 2, a=18)["a"].reach == 19
-    assert site.run(3, a=18)["a"].reach == 34
+    first = site.run(300, a=10)["a"].reach
+    assert 18 <= first <= 19
+    assert site.run(seconds - 2, a=18)["a"].reach == first
+    assert 33 <= site.run(3, a=18)["a"].reach <= 34
 
 
 def test_hours_of_rollouts_need_one_group_of_each_worker() -> None:
@@ -136,15 +137,15 @@ def test_rollouts_that_become_longer_while_workers_are_added_are_no_saturation()
         site.paces["a"] = 40.0 / number
         if most := site.run(100, a=number)["a"].most:
             tests += 1
-            assert 0.75 * number < most < 0.85 * number
+            assert number < most <= 1.25 * number, "more are tried, and nobody starves meanwhile"
             assert not site.run(SURE, a=most)["a"].most
     assert tests <= 1, "they became 2.4 times longer"
     assert site.detector.bests["a"] == pytest.approx(40.0 / 49, rel=0.1)
 
 
 @pytest.mark.parametrize("demand", [40.0, 42.0, None])
-def test_a_fleet_that_grows_slowly_on_a_full_server_is_tested_with_fewer(demand: float | None) -> None:
-    """Each growth is so small that the slower workers seem to have longer rollouts."""
+def test_a_fleet_that_grows_slowly_on_a_full_server_is_tested(demand: float | None) -> None:
+    """Each growth is so small that the slower workers seem to have longer rollouts: more show that nothing is gained."""
     site = Site(shared=40.0)
     site.demand = demand
     for workers in range(20, 60):
@@ -152,10 +153,11 @@ def test_a_fleet_that_grows_slowly_on_a_full_server_is_tested_with_fewer(demand:
             break
     else:
         pytest.fail("it was never tested")
-    most = min(most, site.run(SURE, a=most)["a"].most)  # a search first measures the number before the growth
-    assert 0 < most < 0.85 * workers
-    assert workers <= 38
-    assert site.run(SURE, a=most)["a"].most, "as much throughput with fewer: it is full"
+    assert most <= 45, "before there are more than twice the useful ones"
+    for _ in range(12):
+        most = site.run(SURE, a=most)["a"].most
+        assert 0 < most <= 45
+    assert most <= 26
 
 
 def test_if_fewer_make_less_it_was_no_saturation() -> None:
@@ -202,10 +204,11 @@ def test_workers_that_a_full_server_slowed_show_at_once_that_it_became_faster() 
 
 def test_what_chance_may_make_of_a_full_server_is_no_faster_server() -> None:
     site = Site(shared=40.0)
+    site.dispersion = 0.02
     site.run(SHOWN_S, a=15)
     site.run(SHOWN_S, a=28)
     site.run(SURE, a=22)
-    site.detector = replace(site.detector, explored=True)
+    assert site.detector.explored, "28 workers made no more, surely"
     site.dispersion = 8.0
     site.shared = 44.0
     assert site.run(SURE, a=22)["a"].most <= 22
@@ -333,15 +336,14 @@ def test_a_server_that_lets_the_present_workers_go_faster_gets_more_at_once() ->
     assert number > 2 * found
 
 
-@pytest.mark.parametrize(("shared", "pace"), [(1000.0, 1.0), (20.0, 2.0)], ids=["elsewhere", "slow server"])
-def test_a_test_with_fewer_workers_goes_on_under_the_next_orchestrator(shared: float, pace: float) -> None:
+def test_a_test_with_fewer_workers_goes_on_under_the_next_orchestrator() -> None:
     """Otherwise the smaller number would stay until the next probe."""
     found: list[list[int]] = []
     for is_killed in (False, True):
         site = Site(shared=40.0)
         number = at_capacity(site)
-        site.shared, site.paces["a"] = shared, pace
-        while not site.detector.tests_fewer:
+        site.shared = 20.0
+        while not (site.detector.tests_fewer and site.detector.made):
             number = site.run(5, a=number)["a"].most
         limit = site.run(5, a=number)["a"]
         if is_killed:
@@ -439,6 +441,7 @@ def test_an_environment_at_its_maximum_holds_back_no_other() -> None:
 
 def test_an_environment_that_wants_nothing_leaves_the_whole_capacity() -> None:
     site = Site(shared=40.0, paces={"a": 2.0, "b": 2.0})
+    site.dispersion = 0.02
     site.run(SHOWN_S, a=7, b=7)
     site.run(SHOWN_S, a=14, b=14)
     limits = site.run(SURE, a=11, b=11)
@@ -570,7 +573,7 @@ def test_one_slow_measurement_discards_no_capacity() -> None:
         site.shared = shared
         assert site.run(1, a=21)["a"].most == found
     site.shared = 30.0
-    assert site.run(8, a=21)["a"].most < 0.85 * found
+    assert site.run(8, a=21)["a"].most > found, "more of them tell a slower server from longer rollouts"
 
 
 def test_crashed_workers_that_start_again_count() -> None:
@@ -662,8 +665,10 @@ def test_a_probe_that_nobody_fills_ends() -> None:
     assert site.run(int(FIRST_HOLD_S), a=21)["a"].most == 22
     site.wants["a"] = 20.0
     assert site.run(SURE, a=20)["a"].most == 21
-    site.wants["a"], site.shared = 500.0, 20.0
-    assert site.run(SURE, a=21)["a"].most < 18
+    site.wants["a"], site.shared, number = 500.0, 20.0, 21
+    for _ in range(4):
+        number = site.run(SURE, a=number)["a"].most
+    assert 0 < number < 18
 
 
 def test_few_workers_are_probed_more_seldom() -> None:
