@@ -423,14 +423,16 @@ def test_flood_of_groups_does_not_hold_up_requests(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=flood)
         thread.start()
-        script.wait(lambda: len(script.taken) > 200)
-        dealer = it.dealer()
-        before = len(script.taken)
-        for _ in range(20):
-            it.ask(dealer, b"", codec.encode(GetInfo()))
-        assert len(script.taken) > before
-        flooding.set()
-        thread.join()
+        try:
+            script.wait(lambda: len(script.taken) > 200)
+            dealer = it.dealer()
+            before = len(script.taken)
+            for _ in range(20):
+                it.ask(dealer, b"", codec.encode(GetInfo()))
+            assert len(script.taken) > before
+        finally:  # a thread that sends on a closed socket aborts the process
+            flooding.set()
+            thread.join()
 
 
 def test_bursts_are_bounded_and_acks_go_out_between_them(tmp_path: Path) -> None:
