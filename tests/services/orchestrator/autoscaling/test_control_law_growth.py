@@ -3,6 +3,7 @@
 import random
 from itertools import pairwise
 
+from msgspec.structs import replace
 from tests.services.orchestrator.autoscaling.control_loop import Loop
 
 from rolloutmq.services.orchestrator.autoscaling.pressure import ServerLimit, WorkerCounts
@@ -66,3 +67,29 @@ def test_the_refill_leaves_room_for_what_chance_makes_of_the_rates() -> None:
         need = (rates.demand or 0.0) / (rates.per_worker or 1.0)
         parts.append((last.want or 0.0) / need - 1.0 + 2.0 * rates.error)
     assert 0.05 < max(parts) <= loop.law.scaling.band_part
+
+
+def by_chance(loop: Loop, chance: random.Random, eats: float, pressure: float, seconds: int) -> list[int]:
+    """Return the targets while groups of eight arrive at random times, and each worker makes two sequences a second."""
+    targets = []
+    for _ in range(seconds):
+        groups = sum(chance.random() < 0.05 for _ in range(5 * loop.sample.crew.ready))
+        made = loop.sample.made + 8 * groups
+        loop.sample = replace(loop.sample, made=made, group_sequences=8)
+        targets.append(loop.tick(eats=eats, per_worker=0.0, pressure=pressure, server=FREE).target)
+        loop.follow()
+    return targets
+
+
+def test_a_long_queue_bridges_what_chance_makes_of_the_rates() -> None:
+    """Forty workers feed the trainer: a short queue brings others now and then, and a long one none."""
+    for pressure, starts in ((1.5, True), (6.0, False)):
+        targets = by_chance(Loop(workers=40), random.Random(5), 80.0, pressure, 600)
+        assert (max(targets[120:]) > targets[120]) == starts
+
+
+def test_a_step_down_keeps_what_surely_suffices() -> None:
+    """The wants of a window follow from about the same groups: all of them may be too low."""
+    for seed in range(8):
+        targets = by_chance(Loop(workers=50), random.Random(seed), 60.0, 6.0, 400)
+        assert 30 <= min(targets) < 40, "thirty feed the trainer"

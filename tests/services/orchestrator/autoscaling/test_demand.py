@@ -16,7 +16,7 @@ class Watch:
         self.rates = DemandEstimator()
         self.at = 100.0
         self.eaten = self.made = 0
-        self.trainer_s = self.workers_s = 0.0
+        self.trainer_s = self.workers_s = self.pressure = 0.0
 
     def second(
         self,
@@ -45,6 +45,7 @@ class Watch:
             crew=WorkerCounts(ready=ready, draining=draining),
             untaught=untaught,
             group_sequences=group_sequences,
+            pressure=self.pressure,
             eaten=self.eaten,
             made=self.made,
             starved_s=self.trainer_s,
@@ -99,6 +100,32 @@ def test_the_absence_of_a_trainer_is_no_step() -> None:
             settled_busy_s=580.0 if second < 60 else 1180.0 + 60.0 * (second // 60),
         )
         assert watch.rates.demand == pytest.approx(10.0)
+
+
+def test_workers_that_waited_for_a_trainer_that_was_away_begin_anew() -> None:
+    """Once it is back, nothing arrives for one rollout: that time is none in which they worked."""
+    watch = Watch()
+    for second in range(400):
+        watch.second(eats=80 * (second % 10 == 9), makes=8 if second >= 30 else 0, rollout_s=30.0)
+    before = watch.rates.per_worker
+    for _ in range(300):
+        watch.second(workers_wait=8.0, rollout_s=30.0, trainers=0)
+    for second in range(90):
+        watch.second(eats=80 * (second % 10 == 9), makes=8 if second >= 30 else 0, rollout_s=30.0)
+        assert watch.rates.per_worker == pytest.approx(before, rel=0.1)
+
+
+def test_a_batch_that_is_taken_after_a_pause_ends_it() -> None:
+    watch = Watch()
+    fed(watch, 120, busy=5)
+    usual = watch.rates.demand or 0.0
+    watch.pressure = 4.0
+    for _ in range(60):
+        watch.second()
+    assert (watch.rates.demand or 0.0) < usual / 3.0
+    watch.pressure = 3.2
+    watch.second()
+    assert watch.rates.demand == pytest.approx(usual, rel=0.1), "before that batch is settled"
 
 
 def test_the_first_batch_of_a_trainer_that_waited_counts() -> None:

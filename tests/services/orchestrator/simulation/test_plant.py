@@ -399,3 +399,16 @@ def test_a_worker_tells_of_all_groups_that_it_rolls_out_at_once(turns: int) -> N
     one = worker(per_worker=constant(2.0), rollout_s=90.0, turns=turns, group_sequences=12)
     assert one.slots == 15
     assert worker().slots == 1
+
+
+@pytest.mark.parametrize("turns", [1, 3])
+def test_crashes_lose_no_more_than_their_own_rollouts(turns: int) -> None:
+    """Half of a life is shorter than a thousand seconds of them: what is left is counted anew, not lost."""
+    one = worker(ready=40, life_s=20.0, start_s=2.0, rollout_s=6.0, turns=turns, group_sequences=2)
+    plant, (lane,) = plant_of(one, queue=10**6)
+    run(plant, 60)
+    made, quiet_s = lane.made, 0
+    for _ in range(1000):
+        run(plant, 1)
+        quiet_s, made = (quiet_s + 1 if lane.made == made else 0), lane.made
+        assert quiet_s < 3

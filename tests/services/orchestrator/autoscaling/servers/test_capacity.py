@@ -1,5 +1,7 @@
 """The search for the capacity where few groups have told what the present workers make."""
 
+from statistics import mean
+
 import pytest
 from msgspec.structs import replace
 from tests.services.orchestrator.autoscaling.servers.shared_site import SHOWN_S, Site
@@ -51,3 +53,49 @@ def test_a_test_with_one_worker_fewer_proves_a_full_server_only_beyond_chance(
     site.run(SHOWN_S, a=11)
     site.paces["a"] = 2.0
     assert bool(site.run(SHOWN_S, a=9)["a"].most) is is_full
+
+
+def test_fewer_workers_that_make_less_ask_for_more_at_once() -> None:
+    """A fleet that seemed slower by chance is no full server, and the trainer starves meanwhile."""
+    site = Site(shared=1000.0)
+    site.dispersion = 0.02
+    site.run(SHOWN_S, a=20)
+    site.shared = 40.0
+    assert site.run(SHOWN_S, a=38)["a"].most
+    site.shared = 1000.0
+    number = 20
+    for _ in range(7):
+        number = site.run(SHOWN_S, a=number)["a"].most
+    assert number > 60
+
+
+def test_rollouts_that_become_ever_longer_bound_no_fleet_for_long() -> None:
+    site = Site(shared=1000.0)
+    site.dispersion = 0.1
+    number, short = 20, []
+    for _ in range(60):
+        site.paces["a"] *= 0.97
+        need = 20.0 * 2.0 / site.paces["a"]
+        site.wants["a"] = need
+        limit = site.run(SHOWN_S, a=number)["a"]
+        number = min(round(need), limit.most or limit.reach, limit.reach)
+        short.append(max(0.0, 1.0 - number / need))
+    assert mean(short) < 0.05
+    assert number == pytest.approx(need, rel=0.1)
+
+
+def test_the_first_few_workers_get_half_as_many_again() -> None:
+    """They may share a server that three of them fill."""
+    site = Site(shared=7.5, paces={"a": 2.4})
+    assert site.run(SHOWN_S, a=4)["a"].reach == 6
+    site = Site(shared=7.5, paces={"a": 2.4})
+    site.rollout_s = 40.0
+    assert site.run(3 * SHOWN_S, a=4)["a"].reach == 8, "each step takes minutes"
+
+
+def test_a_slowdown_that_was_measured_stops_no_growth() -> None:
+    site = Site(shared=1000.0)
+    site.dispersion = 0.02
+    site.run(SHOWN_S, a=20)
+    site.paces["a"] = 1.6
+    assert not site.run(SHOWN_S, a=24)["a"].slow

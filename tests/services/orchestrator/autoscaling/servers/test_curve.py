@@ -96,3 +96,11 @@ def test_other_units_of_size_move_the_knee() -> None:
     found = curve(20.0).scaled(2.0).knee(1.0)
     assert found.size == pytest.approx(40.0, rel=0.05)
     assert found.pace == pytest.approx(0.5, rel=0.02)
+
+
+def test_older_points_tell_less() -> None:
+    new = curve(20.0, groups=400.0)
+    old = new.aged(600.0, 1.0)
+    assert all(late.groups < early.groups for late, early in zip(old.points, new.points, strict=True))
+    assert old.knee(1.0).high / old.knee(1.0).low > new.knee(1.0).high / new.knee(1.0).low
+    assert new.aged(0.0, 1.0) == new
