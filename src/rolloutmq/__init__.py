@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
     from rolloutmq.schemas.wire.evaluation import EnvironmentScores, EvaluationDone
     from rolloutmq.schemas.wire.replies import Durability, Rejected, RunInfo, Settled, Wait
+    from rolloutmq.schemas.wire.requests import TrainerPause
     from rolloutmq.schemas.wire.tasks import TaskState, TaskStatus
     from rolloutmq.services.monitor.status.run_status import RunStatus, run_status
     from rolloutmq.services.rewards.ensemble import Ensemble
@@ -139,6 +140,8 @@ __all__ += ["Remote", "remote"]
 _live_in("rolloutmq.bus.transport.remote")
 __all__ += ["Durability", "Rejected", "RunInfo", "Settled", "Wait"]
 _live_in("rolloutmq.schemas.wire.replies")
+__all__ += ["TrainerPause"]
+_live_in("rolloutmq.schemas.wire.requests")
 __all__ += ["EnvironmentScores", "EvaluationDone"]
 _live_in("rolloutmq.schemas.wire.evaluation")
 __all__ += ["ErrorCode", "PolicyVersion", "Split"]

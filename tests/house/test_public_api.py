@@ -101,6 +101,7 @@ PUBLIC = {
     "TeacherRefusedError": "error",
     "TokenizerMismatchError": "error",
     "UnackedError": "error",
+    "TrainerPause": "enum",
     "Trajectory": "class",
     "UsageError": "error",
     "VersionMismatchError": "error",

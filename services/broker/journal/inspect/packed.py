@@ -13,7 +13,7 @@ from rolloutmq.services.broker.journal.format.events import Accepted
 from rolloutmq.services.broker.journal.format.events_codec import AnyEvent, decode_events, encode
 
 _ACCEPTED: Final = msgspec.msgpack.Decoder(Accepted)
-T = TypeVar("T", bound=AnyEvent)
+T = TypeVar("T")
 
 
 class PackedEvents:
@@ -34,7 +34,8 @@ class PackedEvents:
         """Yield the events of a kind; records without any are not decoded."""
         for data, kinds in self._records:
             if kind in kinds:
-                yield from (event for event in decode_events(data) if isinstance(event, kind))
+                events: tuple[object, ...] = decode_events(data)
+                yield from (event for event in events if isinstance(event, kind))
 
 
 class PackedGroups(MutableMapping[int, Accepted]):
