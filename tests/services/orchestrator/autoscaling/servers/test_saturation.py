@@ -144,7 +144,7 @@ def test_rollouts_that_become_longer_while_workers_are_added_are_no_saturation()
 
 @pytest.mark.parametrize("demand", [40.0, 42.0, None])
 def test_a_fleet_that_grows_slowly_on_a_full_server_is_tested(demand: float | None) -> None:
-    """Each growth is so small that slower workers seem to have longer rollouts: more show that nothing is gained."""
+    """Each growth is so small that the slower workers seem to have longer rollouts: more show that it is full."""
     site = Site(shared=40.0)
     site.demand = demand
     for workers in range(20, 60):
