@@ -72,6 +72,10 @@ ENOUGH, ENOUGH_PART = 0.95, 0.03
 """Throughput relative to the demand, and waiting part of the trainer's time, up to which it has enough."""
 CRASHES: Final = 0.08
 """Difference in availability that moves no limit: with twenty workers one crash is 0.05."""
+CHANCE: Final = 0.05
+"""Part of a worker by which a capacity may exceed whole workers by chance; it brings no further one."""
+CHANCE_PART: Final = 0.02
+"""The same for one or two workers, as a part of the capacity."""
 
 
 class SaturationDetector(CapacitySearch, frozen=True):
@@ -154,7 +158,7 @@ class SaturationDetector(CapacitySearch, frozen=True):
         known = [one for one in uses if one.env in self.bests] if self.capacity else []
         bests = [self.bests[one.env] * self.ready.get(one.env, one.available) for one in known]
         exact = [self._share(self.capacity, one, uses) / best for one, best in zip(known, bests, strict=True)]
-        chosen = [math.ceil(one - 1e-9) for one in exact]
+        chosen = [math.ceil(one - min(CHANCE_PART * one, CHANCE)) for one in exact]
         is_told = len(known) == len(uses) > 1 and not self.known and not self.tests_fewer
         if is_told and min(exact) >= 1.0:
             roundings = [[math.floor(one + part) for one in exact] for part in (0.5, 1e-9)]
