@@ -34,8 +34,8 @@ class PackedEvents:
         """Yield the events of a kind; records without any are not decoded."""
         for data, kinds in self._records:
             if kind in kinds:
-                events = cast("tuple[object, ...]", decode_events(data))
-                yield from (event for event in events if isinstance(event, kind))
+                found = [event for event in decode_events(data) if type(event) is kind]
+                yield from cast("list[T]", found)
 
 
 class PackedGroups(MutableMapping[int, Accepted]):
