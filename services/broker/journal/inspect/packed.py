@@ -5,7 +5,7 @@ snapshot and among those that the broker still needs.
 """
 
 from collections.abc import Iterator, MutableMapping, Sequence
-from typing import Final, TypeVar
+from typing import Final, TypeVar, cast
 
 import msgspec
 
@@ -34,8 +34,8 @@ class PackedEvents:
         """Yield the events of a kind; records without any are not decoded."""
         for data, kinds in self._records:
             if kind in kinds:
-                events: tuple[object, ...] = decode_events(data)
-                yield from (event for event in events if isinstance(event, kind))
+                found = [event for event in decode_events(data) if type(event) is kind]
+                yield from cast("list[T]", found)
 
 
 class PackedGroups(MutableMapping[int, Accepted]):
