@@ -72,7 +72,7 @@ def test_fewer_workers_that_make_less_ask_for_more_at_once() -> None:
 def test_rollouts_that_become_ever_longer_bound_no_fleet_for_long() -> None:
     site = Site(shared=1000.0)
     site.dispersion = 0.1
-    number, short = 20, []
+    number, need, short = 20, 20.0, []
     for _ in range(60):
         site.paces["a"] *= 0.97
         need = 20.0 * 2.0 / site.paces["a"]
