@@ -74,15 +74,3 @@ def test_the_first_few_workers_get_half_as_many_again() -> None:
     site = Site(shared=7.5, paces={"a": 2.4})
     site.rollout_s = 40.0
     assert site.run(3 * SHOWN_S, a=4)["a"].reach == 8, "each step takes minutes"
-
-
-def test_a_slowdown_that_was_measured_stops_no_growth() -> None:
-    site = Site(shared=1000.0)
-    site.dispersion = 0.02
-    site.run(SHOWN_S, a=20)
-    site.paces["a"] = 1.76
-    site.run(SHOWN_S, a=24)
-    site.paces["a"] = 1.66
-    assert not site.run(1, a=25)["a"].slow, (
-        "by a sixth less than at first, and a seventeenth less than lately"
-    )
