@@ -1,6 +1,7 @@
 """The status of a run as an object: of a live broker, of a run that has ended, and of none."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,16 @@ from rolloutmq.services.monitor.status.run_status import LINES, RunStatus
 from rolloutmq.services.monitor.status.status import status
 from rolloutmq.testing import LocalBroker
 
+LIMIT_S = 60.0
+
 
 def test_a_live_run_says_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
     with LocalBroker() as broker:
-        found = run_status(broker.run_dir)
+        deadline = time.monotonic() + LIMIT_S
+        while (
+            "journal" not in (found := run_status(broker.run_dir)).text
+        ):  # the broker looks at it now and then
+            assert time.monotonic() < deadline
         assert status(broker.run_dir, as_json=True) == 0
     assert found.life == "living"
     assert str(found) == found.text == repr(found)
