@@ -360,7 +360,7 @@ class Pressure(Message, tag="pressure", frozen=True, kw_only=True):
     late_members: dict[str, int] = {}
     """Late members by environment since the start of the broker, as its workers count them."""
     trainer_waits_s: dict[str, float] = {}
-    """Waiting time of trainers for batches in seconds, by reason."""
+    """Seconds in which trainers waited, by reason: for a batch, the disk, or an evaluation; each rank counts."""
     producer_waits_s: dict[str, float] = {}
     """Total waiting time of producers for credit in seconds, by reason."""
     granted_bytes: Count = 0

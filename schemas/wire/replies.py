@@ -65,7 +65,7 @@ class Wait(StrEnum):
     BATCH_EXCEEDS_CAP = "batch_exceeds_cap"
     """The queue is full, nothing is leased, and it holds less than a batch."""
     JOURNAL_SLOW = "journal_slow"
-    """The disk is too slow or full."""
+    """The disk is too slow or full. A trainer's every wait for the write of what a reply reports counts."""
     LEASED_ELSEWHERE = "leased_elsewhere"
     """Another step of this consumer group is still leased."""
     STEP_MISMATCH = "step_mismatch"
