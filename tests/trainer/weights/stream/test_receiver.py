@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from tests.trainer.weights.stream.support import Engine, Trainer, V, received, wire
+from tests.trainer.weights.stream.support import Engine, Trainer, V, Wire, received, wire
 from tests.trainer.weights.stream.support import dial as dialed
 
 from rolloutmq.bus.rundir import read_json, write_json
@@ -59,6 +59,14 @@ def dial(address: StreamAddress, port: int = 0) -> Channel:
     """Connect; a test that fails leaves the connection to the fixture."""
     opened.append(dialed(address, port))
     return opened[-1]
+
+
+def resumed(mine: Receiver, cable: Wire, address: StreamAddress) -> tuple[Channel, int]:
+    """Take the rest of a cut transfer over a new connection; return it, and the bytes that passed."""
+    cable.cut_after, before = None, cable.passed
+    channel = dial(address, cable.port)
+    mine.take_next(channel)
+    return channel, cable.passed - before
 
 
 def test_versions_arrive_whole_with_their_label(trainer: Trainer, host: RunLayout) -> None:
@@ -115,11 +123,9 @@ def test_a_transfer_cut_at_nine_tenths_is_resumed(trainer: Trainer, host: RunLay
         with pytest.raises(WeightsNotSentError):
             mine.take_next(channel)
         channel.close()
-        cable.cut_after, before = None, cable.passed
-        channel = dial(address, cable.port)
-        mine.take_next(channel)
+        channel, passed = resumed(mine, cable, address)
         assert engine.version_whole() == V(0, 1)
-        assert cable.passed - before < 2.2 * CHUNK_BYTES  # of 11: the last one, and the one that was cut
+        assert passed < 2.2 * CHUNK_BYTES  # of 11: the last one, and the one that was cut
         channel.close()
         engine.share.close()
 
@@ -198,11 +204,9 @@ def test_versions_that_change_everything_are_sent_whole_and_resumed_after_a_cut(
         with pytest.raises(WeightsNotSentError):
             mine.take_next(channel)
         channel.close()
-        cable.cut_after, before = None, cable.passed
-        channel = dial(address, cable.port)
-        mine.take_next(channel)
+        channel, passed = resumed(mine, cable, address)
         assert engine.version_whole() == V(0, 5)
-        assert cable.passed - before < 2.2 * CHUNK_BYTES + 0.1 * whole, "only what was missing"
+        assert passed < 2.2 * CHUNK_BYTES + 0.1 * whole, "only what was missing"
         channel.close()
         engine.share.close()
 
