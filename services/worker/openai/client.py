@@ -306,7 +306,8 @@ class OpenAIPolicy:
             engine.model = ""
             return _Retry(reason_of(error), self.reach.missed(engine, error))
         except TimeoutError:
-            return self._passed(engine, "the request timed out")
+            # The patience may end during a connection that would not have been made either.
+            return self._passed(engine, engine.away or "the request timed out")
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             engine.model = ""  # a restarted server may serve another model
             return self._passed(engine, f"{type(error).__name__} {error}")

@@ -6,6 +6,7 @@ import logging
 import random
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -205,19 +206,20 @@ async def test_an_engine_out_of_reach_is_probed_beside_the_calls_and_asked_again
 async def test_a_firewall_that_drops_is_told_as_one_and_no_request_that_timed_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also where the patience ends in the middle of an attempt."""
     monkeypatch.setattr(client, "CONNECT_S", 0.1)
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, ExitStack() as fillers:
         port = full.getsockname()[1]
-        fillers = [socket.socket() for _ in range(2)]
-        for one in fillers:  # the queue is full then, and the system drops who comes next
+        for _ in range(2):  # the queue is full then, and the system drops who comes next
+            one = fillers.enter_context(socket.socket())
             one.setblocking(False)
             one.connect_ex(("127.0.0.1", port))
-        async with OpenAIPolicy.opened(both(f"http://127.0.0.1:{port}"), patience_s=0.3) as policy:
-            with pytest.raises(PolicyUnavailableError, match="Connection timeout to host"):
-                await policy.complete("q")
+        async with OpenAIPolicy.opened(both(f"http://127.0.0.1:{port}"), patience_s=1.0) as policy:
+            for patience_s in (1.0, 0.05):
+                policy._patience_s = patience_s
+                with pytest.raises(PolicyUnavailableError, match="Connection timeout to host"):
+                    await policy.complete("q")
             assert "ConnectionTimeoutError" in policy.reach.away["inference.0"]
-        for one in fillers:
-            one.close()
 
 
 async def test_a_call_gives_up_early_once_no_living_engine_is_within_reach(
