@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from heapq import nlargest
+from itertools import islice
 from math import inf
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -44,7 +45,7 @@ from rolloutmq.services.dashboard.record.damage import damaged_lines
 from rolloutmq.services.monitor.liveness import UNENDED, RunLiveness, fate_of
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.bias import Bias, GroupFigures, Produced, described, headed
-from rolloutmq.services.monitor.report.bias_table import table, verdict_line
+from rolloutmq.services.monitor.report.bias_table import SHOWN, table, verdict_line
 from rolloutmq.services.monitor.report.evaluation import Evaluations
 from rolloutmq.services.monitor.report.group_records import (
     NO_LOG,
@@ -507,7 +508,9 @@ def _rewards(summary: dict[str, Any]) -> Iterator[str]:
     several = summary["environments"] if len(summary["environments"]) > 1 else {}
     together = ", all environments together" if several else ""
     yield f"reward     {_course(summary)} in {summary['steps']} steps{together}"
-    yield from (f"           {env}: {_course(own)}" for env, own in several.items())
+    yield from (f"           {env}: {_course(own)}" for env, own in islice(several.items(), SHOWN))
+    if len(several) > SHOWN:
+        yield f"           and {len(several) - SHOWN:,} more environments; `--json` has all"
 
 
 def _learning(figures: dict[str, dict[str, float]]) -> Iterator[str]:

@@ -104,6 +104,7 @@ def profiled(run_dir: Path) -> Profile:
     usage = read_usage(read_whole_lines(layout.metrics, UsageLine, Counter()), slots_of(layout))
     unread = _damage_of(layout)
     config, _ = read_run(run_dir)
+    fewest = sum(env.min_workers for env in config.environment.values())
     recorded = config.broker.durability is not Durability.MEMORY
     follower = HopFollower()
     if recorded:
@@ -121,7 +122,7 @@ def profiled(run_dir: Path) -> Profile:
         if not recorded or (key in hops and one.clock_error_s):
             hops[key], slowest[key] = one.durations, Slowest(one.slowest_s, one.slowest_id)
     return Profile(
-        usage, advice(usage), recorded, hops, slowest, tuple(unread), sums, ran_s(layout, time.time())
+        usage, advice(usage, fewest), recorded, hops, slowest, tuple(unread), sums, ran_s(layout, time.time())
     )
 
 

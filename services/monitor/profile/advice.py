@@ -35,9 +35,13 @@ class Advice(NamedTuple):
     change: str
 
 
-def advice(usage: Usage) -> list[Advice]:
-    """Return at most three lines, the largest share first; a run without a noticeable wait has one that says so."""
-    noticed = _trainer(usage), _slots(usage), _queue(usage), _inference(usage), _evaluation(usage)
+def advice(usage: Usage, fewest: int = 0) -> list[Advice]:
+    """Return at most three lines, the largest share first; a run without a noticeable wait has one that says so.
+
+    `fewest` is the least number of workers that the configuration allows, `min_workers` of all environments.
+    """
+    slots, queue = _slots(usage, fewest), _queue(usage, fewest)
+    noticed = _trainer(usage), slots, queue, _inference(usage), _evaluation(usage)
     found = sorted(filter(None, noticed), reverse=True)[:LINES]
     if found:
         return found
@@ -81,7 +85,7 @@ def _more_rollouts(usage: Usage) -> str:
     return "more workers: raise `max_workers` of the environment, or `orchestrator.max_processes`"
 
 
-def _slots(usage: Usage) -> Advice | None:
+def _slots(usage: Usage, fewest: int) -> Advice | None:
     share, disk = usage.blocked, _disk(usage)
     if share < NOTICED or usage.starved - disk >= NOTICED or disk > 1.0 - usage.starved:
         return None
@@ -89,7 +93,7 @@ def _slots(usage: Usage) -> Advice | None:
     where = f"rollout slots wait {share:.0%} of their time" + (f" ({reason})" if reason else "")
     if reason == Wait.NO_TASKS and usage.workers == 1:
         return Advice(share, where, MORE_TASKS)
-    return Advice(share, where, SLOTS.get(reason) or _fewer_rollouts(usage, share))
+    return Advice(share, where, SLOTS.get(reason) or _fewer_rollouts(usage, share, fewest))
 
 
 def _disk(usage: Usage) -> float:
@@ -101,20 +105,21 @@ def _disk(usage: Usage) -> float:
     return min(1.0, seconds / usage.trainer_s) if usage.trainer_s else 0.0
 
 
-def _fewer_rollouts(usage: Usage, share: float) -> str:
+def _fewer_rollouts(usage: Usage, share: float, fewest: int) -> str:
     """Return what fits rollouts to the trainer; a run of few workers has none to spare."""
     if usage.workers and (usage.workers == 1 or share * usage.workers < SPARE):
         return "a faster trainer"
-    return f"a faster trainer, or {share:.0%} fewer workers"
+    too_few = usage.workers and round((1.0 - share) * usage.workers) < fewest
+    return f"a faster trainer, or {share:.0%} fewer workers" + (": lower `min_workers`" if too_few else "")
 
 
-def _queue(usage: Usage) -> Advice | None:
+def _queue(usage: Usage, fewest: int) -> Advice | None:
     """Name a queue that grows before it is full: until then nobody waits."""
     share = usage.queued
     if share < NOTICED or usage.starved >= NOTICED or usage.blocked >= NOTICED:
         return None
     where = f"the queue grows by {share:.0%} of the sequences that rollouts make"
-    return Advice(share, where, _fewer_rollouts(usage, share))
+    return Advice(share, where, _fewer_rollouts(usage, share, fewest))
 
 
 def _inference(usage: Usage) -> Advice | None:

@@ -19,6 +19,8 @@ from rolloutmq.services.monitor.report.bias import (
 
 LABEL: Final = 12
 """Width of the labels, in characters."""
+SHOWN: Final = 16
+"""Most environments with a table: those with a bias first, then those with the most groups."""
 HEADS: Final = ("groups", "sequences", "tokens/seq", "duration s", "reward")
 SAYS: Final[Mapping[BiasVerdict, str]] = {
     BiasVerdict.NONE_SHOWS: "no bias found",
@@ -39,7 +41,8 @@ def verdict_line(bias: Bias) -> str:
     if bias.across.verdict is BiasVerdict.BIASED:
         found.append("between environments")
     if found:
-        return "shows: " + "; ".join(found)
+        more = f"; and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
+        return "shows: " + "; ".join(found[:SHOWN]) + more
     if meant:
         return "only by the filter, which removes groups without a learning signal: " + "; ".join(meant)
     verdicts = {one.verdict for env in bias.environments.values() for one in env.dimensions.values()}
@@ -47,13 +50,23 @@ def verdict_line(bias: Bias) -> str:
 
 
 def table(bias: Bias) -> Iterator[str]:
-    """Yield the lines of the table, and of the groups it cannot compare."""
+    """Yield the lines of the table, and of the groups it cannot compare; of many environments, only some have one."""
+    shown = sorted(bias.environments, key=lambda name: _turn(bias.environments[name]))[:SHOWN]
     for name, env in bias.environments.items():
-        yield from _environment(name, env)
-        yield ""
+        if name in shown:
+            yield from _environment(name, env)
+            yield ""
+    if rest := len(bias.environments) - len(shown):
+        yield f"and {rest:,} more environments; the biased ones come first, `--json` has all"
     if len(bias.environments) > 1:
         yield f"between environments: {_says(bias.across)}"
     yield from _unknown(bias)
+
+
+def _turn(env: EnvironmentBias) -> tuple[bool, int]:
+    """Order environments: the biased ones, the filter's bias included, then by their groups."""
+    is_biased = any(dimension.biased for dimension in env.dimensions.values())
+    return not is_biased, -env.produced.groups
 
 
 def _environment(name: str, env: EnvironmentBias) -> Iterator[str]:

@@ -244,7 +244,8 @@ def summarise(
           `min_workers` were to its last step.
         - steps_per_s: steps over the time from the first to the last of them, without the time between lives. A step
           in which the clock was set back counts for nothing.
-        - tokens: tokens of the recorded steps of the final policy; too few if an event was dropped.
+        - tokens: tokens of the trained and filtered groups in the recorded steps of the final policy, without rejected
+          groups; too few if an event was dropped.
         - learning: each figure of learning that the trainer told, such as `loss`: its mean over the `first` and the
           `last` quarter of the settled steps with it, at most 50 of them.
         - late_members: sequences missing from groups closed at their deadline.

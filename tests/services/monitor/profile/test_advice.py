@@ -115,3 +115,17 @@ def test_a_run_without_a_worker_to_spare_is_not_told_to_have_fewer(
         assert [one.change for one in advice(replace(usage, workers=workers))] == [change]
     (tasks,) = advice(replace(used(blocked=share, workers="no_tasks"), workers=workers))
     assert tasks.change == ("more tasks" if workers == 1 else "fewer workers, or more tasks")
+
+
+@pytest.mark.parametrize(
+    ("fewest", "change"),
+    [
+        (6, "a faster trainer, or 40% fewer workers"),
+        (7, "a faster trainer, or 40% fewer workers: lower `min_workers`"),
+    ],
+)
+def test_fewer_workers_than_the_configuration_allows_need_another_configuration(
+    fewest: int, change: str
+) -> None:
+    for usage in (used(blocked=0.4), used(grown=40)):
+        assert [one.change for one in advice(replace(usage, workers=10), fewest)] == [change]

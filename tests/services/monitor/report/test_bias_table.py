@@ -5,7 +5,7 @@ import random
 from tests.services.monitor.report.test_bias import by_chance, join, make, simulate
 
 from rolloutmq.services.monitor.report.bias import Bias, BiasVerdict, Comparison
-from rolloutmq.services.monitor.report.bias_table import table, verdict_line
+from rolloutmq.services.monitor.report.bias_table import SHOWN, table, verdict_line
 
 
 def test_bias_is_said_with_its_reason_and_its_shares() -> None:
@@ -44,3 +44,17 @@ def test_lines_of_nothing_and_of_no_bias() -> None:
 def test_bias_of_the_filter_alone_is_called_one_that_is_meant() -> None:
     bias = simulate(lambda group, _: "filtered" if group.reward > 0.8 else "trained")
     assert verdict_line(bias).startswith("only by the filter")
+
+
+def test_of_a_thousand_environments_some_have_a_table_and_the_biased_one_is_among_them() -> None:
+    """It had 10,300 lines."""
+    dice = random.Random(2)
+    groups = [(make(dice, f"env-{number}"), "trained") for number in range(1000) for _ in range(2)]
+    many = simulate(lambda group, _: "expired" if group.length > 300 else "trained")
+    bias = join(groups)
+    bias.environments["sort3"] = many.environments["sort3"]
+    lines = list(table(bias))
+    heads = [line for line in lines if line.startswith(("env-", "sort3: "))]
+    assert len(heads) == SHOWN
+    assert any(line.startswith("sort3: ") for line in heads)
+    assert f"and {1001 - SHOWN} more environments; the biased ones come first, `--json` has all" in lines
