@@ -94,6 +94,7 @@ _NUMPY_OF: Final[Mapping[Dtype, np.dtype[Any]]] = {
 }
 _DTYPE_OF: Final = {kind: dtype for dtype, kind in _NUMPY_OF.items() if dtype is not Dtype.BF16}
 _OPAQUE: Final = Dtype.OPAQUE
+_FLOATS: Final = frozenset({Dtype.F32, Dtype.F64})
 _LENGTHS: Final = np.dtype(np.uint32)
 IDS_SHOWN: Final = 16
 """Most token ids of a sequence in a notebook."""
@@ -465,7 +466,8 @@ class Group:
 
     def rewards(self) -> RewardSummary:
         """Return the moments and the range of the scores, as doubles. `m2` is infinite if it overflows."""
-        scores = self.columns["scores"].numbers().tolist()
+        column = self.columns["scores"]
+        scores = (column.values if column.dtype in _FLOATS else column.numbers()).tolist()
         low, high, count = min(scores), max(scores), len(scores)
         try:
             mean = math.fsum(scores) / count
@@ -566,7 +568,7 @@ def _ids(ids: NDArray[Any]) -> str:
 def _squared_deviations(scores: list[float], mean: float) -> float:
     """Return the sum of the squared deviations from the mean, infinite if it overflows."""
     try:
-        return math.fsum((score - mean) ** 2 for score in scores)
+        return math.fsum([(score - mean) ** 2 for score in scores])
     except OverflowError:
         return math.inf
 
