@@ -399,6 +399,7 @@ class Group:
             for name, data in given.items()
             if data is not None
         }
+        _share_lengths(built)
         group = cls(
             group_id,
             built,
@@ -515,6 +516,17 @@ class Group:
         return html_table(self._title, ("", "score", "tokens", "sampled", "token ids"), rows, self.sequences)
 
 
+def _share_lengths(columns: dict[str, Column]) -> None:
+    """Let the columns with one value for each token have the lengths of the tokens, where theirs are equal."""
+    lengths = columns["tokens"].lengths
+    for name in _ALIGNED_WITH_TOKENS:
+        column = columns.get(name)
+        if column is not None and column.depth == len(lengths) == 1:
+            own = column.lengths[0]
+            if own.dtype == lengths[0].dtype and own.tobytes() == lengths[0].tobytes():
+                columns[name] = Column(column.dtype, column.values, lengths)
+
+
 def check_kinds(kinds: Mapping[str, tuple[Dtype, int]]) -> None:
     """Raise InvalidGroupError unless columns of these element types and depths can be those of a group."""
     if len(kinds) > COLUMNS_LIMIT:
@@ -568,7 +580,7 @@ def _ids(ids: NDArray[Any]) -> str:
 def _squared_deviations(scores: list[float], mean: float) -> float:
     """Return the sum of the squared deviations from the mean, infinite if it overflows."""
     try:
-        return math.fsum([(score - mean) ** 2 for score in scores])
+        return math.fsum([(deviation := score - mean) * deviation for score in scores])
     except OverflowError:
         return math.inf
 

@@ -93,8 +93,8 @@ class EncodedGroup(msgspec.Struct, frozen=True, gc=False):
     crc: int
 
 
-class PreparedGroup(NamedTuple):
-    """A group that is ready to be encoded: its table, its blocks, their sizes, and their places if they become frames."""
+class PreparedGroup(msgspec.Struct, frozen=True, gc=False):
+    """A group ready to be encoded: its table, its blocks, their sizes, and their places if they become frames."""
 
     table: ColumnTable
     blocks: list[Block]
@@ -131,16 +131,17 @@ def encode_group(group: Group | PreparedGroup, limit: int, room: Room | None = N
         GroupTooLargeError: The frames exceed `limit`; nothing was allocated and `room` was not called.
         InvalidGroupError: An opaque column is not msgpack, or has too many values; `room` was not called.
     """
-    table, blocks, sizes, apart = group if isinstance(group, PreparedGroup) else prepare_group(group)
+    prepared = group if isinstance(group, PreparedGroup) else prepare_group(group)
+    blocks, apart = prepared.blocks, prepared.apart
     if apart.nbytes > limit:
         raise GroupTooLargeError(apart.nbytes, limit)
     if room is not None:
-        whole = place(sizes, apart.nbytes) if apart.big else apart
+        whole = place(prepared.sizes, apart.nbytes) if apart.big else apart
         if whole.nbytes <= limit and (given := room(whole.nbytes)) is not None:
             frame, crc = _written(whole.body(blocks), whole.nbytes, *given)
-            return EncodedGroup(table, (frame,), whole.nbytes, crc)
+            return EncodedGroup(prepared.table, (frame,), whole.nbytes, crc)
     frames = (memoryview(b"".join(apart.body(blocks))), *[memoryview(blocks[i]).cast("B") for i in apart.big])
-    return EncodedGroup(table, frames, apart.nbytes, checksum(frames))
+    return EncodedGroup(prepared.table, frames, apart.nbytes, checksum(frames))
 
 
 def _written(pieces: list[Block], nbytes: int, memory: mmap.mmap, start: int) -> tuple[memoryview, int]:
@@ -155,7 +156,8 @@ def _written(pieces: list[Block], nbytes: int, memory: mmap.mmap, start: int) ->
         size = len(piece) if isinstance(piece, bytes) else piece.nbytes
         memory[at : at + size] = piece  # slice assignment copies a block of any element type
         at += size
-    return memoryview(memory)[start:end], google_crc32c.extend(0, np.frombuffer(memory, np.uint8, nbytes, start))
+    written = np.frombuffer(memory, np.uint8, nbytes, start)
+    return memoryview(memory)[start:end], google_crc32c.extend(0, written)
 
 
 def group_bytes(group: Group) -> int:
@@ -251,7 +253,7 @@ def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
     owners: dict[tuple[bytes, ...], str] = {}
     known: dict[int, str] = {}
     """The same by the identity of the lengths: columns of one group mostly have the same object."""
-    specs = []
+    specs: list[str | int] = []
     blocks: list[Block] = []
     opaque: dict[str, bytes] = {}
     for name, column in group.columns.items():
@@ -264,7 +266,7 @@ def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
                 blocks += map(memoryview, own)
             else:
                 shared = owner
-        specs.append((name, int(dtype), len(lengths), shared))
+        specs += (name, dtype, len(lengths), shared)
         if dtype is not _OPAQUE:
             blocks.append(np.ascontiguousarray(values))
         elif isinstance(values, EncodedColumn):
@@ -278,10 +280,9 @@ def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
 
 
 @lru_cache(maxsize=TABLES_KEPT)
-def _table_of(specs: tuple[tuple[str, int, int, str], ...]) -> ColumnTable:
-    return ColumnTable(
-        tuple(ColumnSpec(name, Dtype(dtype), depth, shared) for name, dtype, depth, shared in specs)
-    )
+def _table_of(specs: tuple[Any, ...]) -> ColumnTable:
+    """Return the table of columns of these names, element types, depths and owners of their lengths, in turn."""
+    return ColumnTable(tuple(ColumnSpec(*specs[at : at + 4]) for at in range(0, len(specs), 4)))
 
 
 class _ColumnPlan(NamedTuple):
