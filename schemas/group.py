@@ -94,6 +94,7 @@ _NUMPY_OF: Final[Mapping[Dtype, np.dtype[Any]]] = {
 }
 _DTYPE_OF: Final = {kind: dtype for dtype, kind in _NUMPY_OF.items() if dtype is not Dtype.BF16}
 _OPAQUE: Final = Dtype.OPAQUE
+_FLOATS: Final = frozenset({Dtype.F32, Dtype.F64})
 _LENGTHS: Final = np.dtype(np.uint32)
 IDS_SHOWN: Final = 16
 """Most token ids of a sequence in a notebook."""
@@ -398,6 +399,7 @@ class Group:
             for name, data in given.items()
             if data is not None
         }
+        _share_lengths(built)
         group = cls(
             group_id,
             built,
@@ -465,7 +467,8 @@ class Group:
 
     def rewards(self) -> RewardSummary:
         """Return the moments and the range of the scores, as doubles. `m2` is infinite if it overflows."""
-        scores = self.columns["scores"].numbers().tolist()
+        column = self.columns["scores"]
+        scores = (column.values if column.dtype in _FLOATS else column.numbers()).tolist()
         low, high, count = min(scores), max(scores), len(scores)
         try:
             mean = math.fsum(scores) / count
@@ -511,6 +514,17 @@ class Group:
             (row, f"{scores[row]:.4g}", len(ids), sampled[row], _ids(ids)) for row, ids in enumerate(tokens)
         )
         return html_table(self._title, ("", "score", "tokens", "sampled", "token ids"), rows, self.sequences)
+
+
+def _share_lengths(columns: dict[str, Column]) -> None:
+    """Let the columns with one value for each token have the lengths of the tokens, where theirs are equal."""
+    lengths = columns["tokens"].lengths
+    for name in _ALIGNED_WITH_TOKENS:
+        column = columns.get(name)
+        if column is not None and column.depth == len(lengths) == 1:
+            own = column.lengths[0]
+            if own.dtype == lengths[0].dtype and own.tobytes() == lengths[0].tobytes():
+                columns[name] = Column(column.dtype, column.values, lengths)
 
 
 def check_kinds(kinds: Mapping[str, tuple[Dtype, int]]) -> None:
@@ -566,7 +580,7 @@ def _ids(ids: NDArray[Any]) -> str:
 def _squared_deviations(scores: list[float], mean: float) -> float:
     """Return the sum of the squared deviations from the mean, infinite if it overflows."""
     try:
-        return math.fsum((score - mean) ** 2 for score in scores)
+        return math.fsum([(deviation := score - mean) * deviation for score in scores])
     except OverflowError:
         return math.inf
 

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.bus.encoding.group_layout import ROW, Block, GroupLayout, joined, lay, place
+from rolloutmq.bus.encoding.group_layout import ROW, Block, GroupLayout, place
 from rolloutmq.bus.encoding.opaque_columns import EncodedColumn, check_values, encode_opaque, require_few
 from rolloutmq.schemas.errors import (
     ChecksumError,
@@ -69,6 +69,8 @@ _BOOL: Final = Dtype.BOOL
 _UNREAD: Final = Column.opaque(None)
 _FEW_BYTES: Final = 4096
 """Up to this many bytes, Python is faster than numpy."""
+_JOINED_BYTES: Final = 32 << 10
+"""Up to this many bytes, a body is joined before it is copied: it stays in the cache, and one copy is one call."""
 _T = TypeVar("_T")
 
 
@@ -91,11 +93,12 @@ class EncodedGroup(msgspec.Struct, frozen=True, gc=False):
     crc: int
 
 
-class PreparedGroup(NamedTuple):
-    """A group that is ready to be encoded: its table, its blocks, and their places if they become frames."""
+class PreparedGroup(msgspec.Struct, frozen=True, gc=False):
+    """A group ready to be encoded: its table, its blocks, their sizes, and their places if they become frames."""
 
     table: ColumnTable
     blocks: list[Block]
+    sizes: tuple[int, ...]
     apart: GroupLayout
 
     @property
@@ -111,7 +114,8 @@ def prepare_group(group: Group) -> PreparedGroup:
         InvalidGroupError: An opaque column is not msgpack, or has too many values.
     """
     table, blocks = _described(group)
-    return PreparedGroup(table, blocks, place(blocks, BIG_BLOCK_BYTES))
+    sizes = tuple([block.nbytes for block in blocks])
+    return PreparedGroup(table, blocks, sizes, place(sizes, BIG_BLOCK_BYTES))
 
 
 def encode_group(group: Group | PreparedGroup, limit: int, room: Room | None = None) -> EncodedGroup:
@@ -127,16 +131,33 @@ def encode_group(group: Group | PreparedGroup, limit: int, room: Room | None = N
         GroupTooLargeError: The frames exceed `limit`; nothing was allocated and `room` was not called.
         InvalidGroupError: An opaque column is not msgpack, or has too many values; `room` was not called.
     """
-    table, blocks, apart = group if isinstance(group, PreparedGroup) else prepare_group(group)
+    prepared = group if isinstance(group, PreparedGroup) else prepare_group(group)
+    blocks, apart = prepared.blocks, prepared.apart
     if apart.nbytes > limit:
         raise GroupTooLargeError(apart.nbytes, limit)
     if room is not None:
-        whole = place(blocks, apart.nbytes) if apart.big else apart
+        whole = place(prepared.sizes, apart.nbytes) if apart.big else apart
         if whole.nbytes <= limit and (given := room(whole.nbytes)) is not None:
-            frame = lay(whole, *given)
-            return EncodedGroup(table, (frame,), whole.nbytes, checksum((frame,)))
-    frames = (joined(apart), *[memoryview(block).cast("B") for block in apart.big])
-    return EncodedGroup(table, frames, apart.nbytes, checksum(frames))
+            frame, crc = _written(whole.body(blocks), whole.nbytes, *given)
+            return EncodedGroup(prepared.table, (frame,), whole.nbytes, crc)
+    frames = (memoryview(b"".join(apart.body(blocks))), *[memoryview(blocks[i]).cast("B") for i in apart.big])
+    return EncodedGroup(prepared.table, frames, apart.nbytes, checksum(frames))
+
+
+def _written(pieces: list[Block], nbytes: int, memory: mmap.mmap, start: int) -> tuple[memoryview, int]:
+    """Write the pieces of a body into memory at `start`; return a view of it and its checksum."""
+    end = start + nbytes
+    if nbytes <= _JOINED_BYTES:
+        body = b"".join(pieces)
+        memory[start:end] = body
+        return memoryview(memory)[start:end], google_crc32c.extend(0, body)
+    at = start
+    for piece in pieces:
+        size = len(piece) if isinstance(piece, bytes) else piece.nbytes
+        memory[at : at + size] = piece  # slice assignment copies a block of any element type
+        at += size
+    written = np.frombuffer(memory, np.uint8, nbytes, start)
+    return memoryview(memory)[start:end], google_crc32c.extend(0, written)
 
 
 def group_bytes(group: Group) -> int:
@@ -229,41 +250,39 @@ def table_of(group: Group) -> ColumnTable:
 
 def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
     """Return the table of a group and its blocks in the order of the table, each contiguous in memory."""
-    owners: list[tuple[str, list[bytes]]] = []
-    specs = []
+    owners: dict[tuple[bytes, ...], str] = {}
+    known: dict[int, str] = {}
+    """The same by the identity of the lengths: columns of one group mostly have the same object."""
+    specs: list[str | int] = []
     blocks: list[Block] = []
     opaque: dict[str, bytes] = {}
     for name, column in group.columns.items():
+        dtype, lengths, values = column.dtype, column.lengths, column.values
         shared = ""
-        if lengths := column.lengths:
-            own = list(map(np.ndarray.tobytes, lengths))
-            for owner, others in owners:
-                if own == others:
-                    shared = owner
-                    break
-            else:
-                owners.append((name, own))
+        if lengths and not (shared := known.get(id(lengths), "")):
+            own = tuple(map(np.ndarray.tobytes, lengths))
+            known[id(lengths)] = owner = owners.setdefault(own, name)
+            if owner == name:
                 blocks += map(memoryview, own)
-        specs.append((name, int(column.dtype), len(lengths), shared))
-        if column.dtype is _OPAQUE:
-            value = column.values
-            if isinstance(value, EncodedColumn):
-                blocks.append(memoryview(value.data))
             else:
-                opaque[name] = encode_opaque(name, value)
-                blocks.append(memoryview(opaque[name]))
+                shared = owner
+        specs += (name, dtype, len(lengths), shared)
+        if dtype is not _OPAQUE:
+            blocks.append(np.ascontiguousarray(values))
+        elif isinstance(values, EncodedColumn):
+            blocks.append(memoryview(values.data))
         else:
-            blocks.append(np.ascontiguousarray(column.values))
+            opaque[name] = encode_opaque(name, values)
+            blocks.append(memoryview(opaque[name]))
     if opaque:
         require_few(opaque)
     return _table_of(tuple(specs)), blocks
 
 
 @lru_cache(maxsize=TABLES_KEPT)
-def _table_of(specs: tuple[tuple[str, int, int, str], ...]) -> ColumnTable:
-    return ColumnTable(
-        tuple(ColumnSpec(name, Dtype(dtype), depth, shared) for name, dtype, depth, shared in specs)
-    )
+def _table_of(specs: tuple[Any, ...]) -> ColumnTable:
+    """Return the table of columns of these names, element types, depths and owners of their lengths, in turn."""
+    return ColumnTable(tuple(ColumnSpec(*specs[at : at + 4]) for at in range(0, len(specs), 4)))
 
 
 class _ColumnPlan(NamedTuple):

@@ -4,15 +4,18 @@ Little-endian: a directory with one row of three u64 (frame, offset, length) for
 multiples of 64. A large block may have its own frame.
 """
 
-import mmap
 import struct
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 ALIGNMENT_BYTES: Final = 64
 """Alignment of blocks: a cache line, and enough for any vector instruction."""
 ROW: Final = 24
 """Bytes of one row of the directory."""
+LAYOUTS_KEPT: Final = 256
+"""Cached layouts: groups of equal shape have blocks of equal sizes."""
 
 Block = Any
 """A contiguous array or memoryview."""
@@ -20,56 +23,45 @@ _GAPS: Final = tuple(bytes(size) for size in range(ALIGNMENT_BYTES))
 
 
 class GroupLayout(NamedTuple):
-    """Positions of the blocks of a group."""
+    """Positions of the blocks of a group. They depend on the sizes of the blocks only."""
 
-    directory: bytes
-    body: list[tuple[int, Block]]
-    """Offset and block, for each block in the body."""
-    big: list[Block]
-    """Blocks with their own frames."""
+    before: tuple[bytes, ...]
+    """What precedes each block of the body: the directory and a gap, later a gap."""
+    big: tuple[int, ...]
+    """Indices of the blocks with their own frames."""
+    body_bytes: int
+    """Size of the body, in bytes."""
     nbytes: int
     """Size of all frames, in bytes."""
 
+    def body(self, blocks: Sequence[Block]) -> list[Block]:
+        """Return the pieces of the body in their order."""
+        if self.big:
+            big = set(self.big)
+            blocks = [block for index, block in enumerate(blocks) if index not in big]
+        if not blocks:
+            return list(self.before)
+        return list(chain.from_iterable(zip(self.before, blocks, strict=True)))
 
-def place(blocks: Sequence[Block], alone_above: int) -> GroupLayout:
-    """Return the layout of the blocks; a block of more than `alone_above` bytes gets its own frame."""
+
+@lru_cache(maxsize=LAYOUTS_KEPT)
+def place(sizes: tuple[int, ...], alone_above: int) -> GroupLayout:
+    """Return the layout of blocks of these sizes; one of more than `alone_above` bytes gets its own frame."""
     rows: list[int] = []
-    body: list[tuple[int, Block]] = []
-    big: list[Block] = []
-    end = len(blocks) * ROW
+    gaps: list[bytes] = []
+    big: list[int] = []
+    end = len(sizes) * ROW
     apart = 0
-    for block in blocks:
-        nbytes = block.nbytes
+    for index, nbytes in enumerate(sizes):
         if nbytes > alone_above:
-            big.append(block)
+            big.append(index)
             rows += (len(big), 0, nbytes)
             apart += nbytes
         else:
-            end += -end % ALIGNMENT_BYTES
-            body.append((end, block))
-            rows += (0, end, nbytes)
-            end += nbytes
-    return GroupLayout(struct.pack(f"<{len(rows)}Q", *rows), body, big, end + apart)
-
-
-def lay(places: GroupLayout, memory: mmap.mmap, start: int) -> memoryview:
-    """Write a body into memory at `start`, and return a view of it."""
-    end = start + len(places.directory)
-    memory[start:end] = places.directory
-    for offset, block in places.body:
-        at = start + offset
-        if at > end:
-            memory[end:at] = _GAPS[at - end]
-        end = at + block.nbytes
-        memory[at:end] = block  # slice assignment copies a block of any element type
-    return memoryview(memory)[start:end]
-
-
-def joined(places: GroupLayout) -> memoryview:
-    """Return a body in newly allocated memory."""
-    parts: list[Block] = [places.directory]
-    end = len(places.directory)
-    for offset, block in places.body:
-        parts += (_GAPS[offset - end], block)
-        end = offset + block.nbytes
-    return memoryview(b"".join(parts))
+            gap = -end % ALIGNMENT_BYTES
+            gaps.append(_GAPS[gap])
+            rows += (0, end + gap, nbytes)
+            end += gap + nbytes
+    directory = struct.pack(f"<{len(rows)}Q", *rows)
+    before = (directory + gaps[0], *gaps[1:]) if gaps else (directory,)
+    return GroupLayout(before, tuple(big), end, end + apart)

@@ -91,6 +91,7 @@ class Producer:
         self._throttle = LogThrottle()
         self._ack_wait = WaitLog()
         self._told_size = False
+        self._usual_size = register.group_size
         self._owner = os.getpid()
         self._drain_s = drain_s
         self._file = SpoolFile(save_to, self._session)
@@ -287,28 +288,31 @@ class Producer:
             ClosedError: The producer is closed.
             ForkedError: This process is a forked child of the one that opened the producer.
         """
-        self._waiters.require_open()
+        waiters, connection = self._waiters, self._connection
+        waiters.require_open()
         _require_group(group)
         if permit is not None and not isinstance(permit, Permit):
             raise UsageError(
                 f"permit: must come from acquire (got {type(permit).__name__}); timeout_s is given by its name"
             )
-        limit_s = time_limit("timeout_s", timeout_s)
-        laid = self._session.lay(group, self._limit_bytes)
+        limit_s = None if timeout_s is None else time_limit("timeout_s", timeout_s)
+        laid = self._session.lay(group, connection.max_group_bytes)
         try:
-            if not self._waiters.admit(group, laid, permit):
-                await self._waiters.hand_over(group, laid, permit, limit_s)
+            if not waiters.admit(group, laid, permit):
+                await waiters.hand_over(group, laid, permit, limit_s)
         except BaseException:
             laid.cancel()
             raise
-        self._check_size(group)
-        await self._connection.forward(laid.encoded.nbytes)
+        if group.sequences != self._usual_size:
+            self._check_size(group)
+        if connection.forward(laid.encoded.nbytes):
+            await asyncio.sleep(0)
 
     def _open_inbox(self, post: Callable[[Callable[[], None]], None]) -> SendInbox:
         """Return an inbox through which other threads send groups; `post` makes the loop call a function."""
 
         def may_take(groups: int, nbytes: int) -> bool:
-            return nbytes <= self._limit_bytes and self._waiters.may_take(groups, nbytes)
+            return nbytes <= self._connection.max_group_bytes and self._waiters.may_take(groups, nbytes)
 
         self._waiters.inbox = SendInbox(may_take, self._take, post)
         return self._waiters.inbox
@@ -365,12 +369,8 @@ class Producer:
     def require_sendable(self, group: Group) -> None:
         """Raise GroupTooLargeError or InvalidGroupError if `send` can never accept the group."""
         nbytes = group_bytes(group)
-        if nbytes > self._limit_bytes:
-            raise GroupTooLargeError(nbytes, self._limit_bytes)
-
-    @property
-    def _limit_bytes(self) -> int:
-        return min(self._connection.max_group_bytes, self._session.spool.capacity_bytes)
+        if nbytes > (limit := self._connection.max_group_bytes):
+            raise GroupTooLargeError(nbytes, limit)
 
     def handed_over(self, group_id: str) -> "asyncio.Future[None] | None":
         """Return the future of a cancelled `send_acked`, or None if the group did not reach the spool. Call it once."""

@@ -82,6 +82,7 @@ class ProducerConnection:
     ) -> None:
         self.info = RunInfo()
         self.max_group_bytes = 0
+        """Most bytes of a group: the broker and the spool take no larger one."""
         self.on_registered: Callable[[], None] = lambda: None
         """Called after each registration, before anything is sent in that session."""
         self.on_tick: Callable[[], None] = lambda: None
@@ -148,7 +149,7 @@ class ProducerConnection:
             acks = Subscriber(place.events, [topics.ack(producer)], self._context, client.keys)
             await stack.enter_async_context(acks)
             self._ingest = place.ingest
-            self.max_group_bytes = place.max_group_bytes
+            self.max_group_bytes = min(place.max_group_bytes, self._session.spool.capacity_bytes)
             self.info = place.info
             self._session.belongs_to(place.run_id)
             if place.epoch == self._session.epoch:
@@ -294,24 +295,29 @@ class ProducerConnection:
             await self._granted(client, tables)
             session.declared.add(table.id)
 
-    async def forward(self, nbytes: int) -> None:
-        """Schedule the sending of a group in the spool, and yield to the event loop now and then.
+    def forward(self, nbytes: int) -> bool:
+        """Schedule the sending of a group in the spool; return whether the caller must yield to the event loop now.
 
         Acks must be received and other tasks must run, but a turn of the loop costs as much as a small group. Groups of
         one turn share a message. A group that no other one is under way with leaves at once.
         """
-        if self._send_alone():
-            return
+        if not self._soon:
+            if self._send_alone():
+                return False
+            self.send_soon()
         now = time.monotonic()
         if not self._turn_groups:
             self._turn_at = now
         self._turn_groups += 1
         self._turn_bytes += nbytes
-        self.send_soon()
-        due = self._turn_groups >= PACK_GROUPS or self._turn_bytes >= TURN_BYTES
-        if due or now - self._turn_at >= TURN_S:
+        due = (
+            self._turn_groups >= PACK_GROUPS
+            or self._turn_bytes >= TURN_BYTES
+            or now - self._turn_at >= TURN_S
+        )
+        if due:
             self.send()
-            await asyncio.sleep(0)
+        return due
 
     def _send_alone(self) -> bool:
         """Send the group that has just come into the spool if all before it are acked: others may not follow."""

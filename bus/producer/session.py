@@ -21,8 +21,9 @@ or writing it to disk, never finds another group there. Unacked groups of an old
 import mmap
 import os
 from collections import Counter
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 from msgspec.structs import replace
 
 from rolloutmq.bus.encoding.codec import EncodedGroup, PreparedGroup, encode_envelope, encode_group
@@ -48,8 +49,8 @@ PIPE_MAX_S: Final = 600.0
 """Longest such time. It doubles with each pipe in vain: a slow line may need minutes for a large group."""
 REPORT_S: Final = 0.1
 """Least time between two reports of abandoned rollouts."""
-PACK_GROUPS: Final = 16
-"""Most groups of one message; their headers fit into an envelope unless their names are very long."""
+PACK_GROUPS: Final = 32
+"""Most groups of one message; their headers fit into an envelope unless their names are long."""
 PACK_BYTES: Final = 4 << 20
 """Most bytes of the groups of one message: the broker serves other producers between two messages."""
 PACK_FRAMES_BYTES: Final = 1 << 20
@@ -60,7 +61,7 @@ _HELD: Final = frozenset({Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW})
 """Waits of a broker that may not read its producers."""
 
 
-class StagedGroup(NamedTuple):
+class StagedGroup(msgspec.Struct, frozen=True, gc=False):
     """An encoded group, and its slot if it was written into the arena."""
 
     encoded: EncodedGroup

@@ -140,8 +140,9 @@ class CreditWaiters:
             UsageError: The permit has ended already.
             DrainingError: No permit was given, and no new rollout may start.
         """
-        self.require_open()
-        session = self._session
+        if self.failure is not None:
+            self.require_open()
+        session, credit = self._session, self._session.credit
         if permit is not None:
             if not permit.is_open:
                 raise UsageError(
@@ -149,7 +150,7 @@ class CreditWaiters:
                 )
         elif session.draining:
             raise DrainingError
-        elif self._starters or not session.credit.may_begin:
+        elif self._starters or credit.begun >= credit.start_limit or credit.paused:
             return False
         if self._senders or not session.may_spool(laid.encoded.nbytes):
             return False
@@ -263,7 +264,7 @@ class CreditWaiters:
 
     def _take_in(self, group: Group, laid: StagedGroup, permit: Permit | None) -> None:
         credit = self._session.credit
-        if (ack := self._acks.get(group.group_id)) is not None:
+        if self._acks and (ack := self._acks.get(group.group_id)) is not None:
             self._handed_over[group.group_id] = ack
         if permit is None:
             self._session.take_in(group, laid, credit.policy)
