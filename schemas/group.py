@@ -46,11 +46,11 @@ OPAQUE_COLUMNS: Final = frozenset(
 AlignedName = Literal["mask", "inference_logprobs", "ref_logprobs", "advantages", "temperatures"]
 """Columns with one value for each token, of any element type."""
 NestedName = Literal["distill_token_ids", "distill_logprobs"]
-_ALIGNED_WITH_TOKENS: Final[tuple[str, ...]] = get_args(AlignedName)
+TOKEN_ALIGNED: Final[tuple[str, ...]] = get_args(AlignedName)
 COLUMN_DEPTH: Final[Mapping[str, int]] = {
     "tokens": 1,
     "scores": 0,
-    **dict.fromkeys(_ALIGNED_WITH_TOKENS, 1),
+    **dict.fromkeys(TOKEN_ALIGNED, 1),
     **dict.fromkeys(get_args(NestedName), 2),
 }
 """Nesting of the columns that every trainer knows; a column of another name may have any depth."""
@@ -342,11 +342,22 @@ class Group:
     ) -> "Group":
         """Return a group whose ids, versions and times came over the wire, so they need no check."""
         group = cls.__new__(cls)
-        fields = (
-            group_id, columns, oldest, newest, started_at, finished_at, env, task, sequences, tokens, True,
-        )  # fmt: skip
-        for name, value in zip(cls.__slots__, fields, strict=True):
-            object.__setattr__(group, name, value)
+        # The slots themselves: an assignment by name costs twice as much, and a pull makes many groups.
+        (
+            set_id, set_columns, set_oldest, set_newest, set_start, set_finish, set_env, set_task, set_sequences,
+            set_tokens, set_stamped,
+        ) = _group_slots  # fmt: skip
+        set_id(group, group_id)
+        set_columns(group, columns)
+        set_oldest(group, oldest)
+        set_newest(group, newest)
+        set_start(group, started_at)
+        set_finish(group, finished_at)
+        set_env(group, env)
+        set_task(group, task)
+        set_sequences(group, sequences)
+        set_tokens(group, tokens)
+        set_stamped(group, True)
         return group
 
     @classmethod
@@ -436,7 +447,7 @@ class Group:
                 )
             checked = column
         self._check_scores()
-        self._check_lengths(_ALIGNED_WITH_TOKENS)
+        self._check_lengths(TOKEN_ALIGNED)
 
     def _check_scores(self) -> None:
         scores = self.columns["scores"].numbers()
@@ -511,6 +522,9 @@ class Group:
             (row, f"{scores[row]:.4g}", len(ids), sampled[row], _ids(ids)) for row, ids in enumerate(tokens)
         )
         return html_table(self._title, ("", "score", "tokens", "sampled", "token ids"), rows, self.sequences)
+
+
+_group_slots: Final = tuple(getattr(Group, name).__set__ for name in Group.__slots__)
 
 
 def check_kinds(kinds: Mapping[str, tuple[Dtype, int]]) -> None:
