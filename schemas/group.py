@@ -25,6 +25,7 @@ from rolloutmq.schemas.wire.envelope import (
     COLUMNS_LIMIT,
     SEQUENCES_LIMIT,
     Dtype,
+    GroupHeader,
     GroupId,
     PolicyVersion,
     RewardSummary,
@@ -327,19 +328,7 @@ class Group:
                 raise InvalidGroupError(name, f"{problem} (got {value!a:.80})")
 
     @classmethod
-    def received(
-        cls,
-        group_id: str,
-        columns: Mapping[str, Column],
-        oldest: PolicyVersion,
-        newest: PolicyVersion,
-        started_at: float,
-        finished_at: float,
-        env: str,
-        task: str,
-        sequences: int,
-        tokens: int,
-    ) -> "Group":
+    def received(cls, header: GroupHeader, columns: Mapping[str, Column], env: str) -> "Group":
         """Return a group whose ids, versions and times came over the wire, so they need no check."""
         group = cls.__new__(cls)
         # The slots themselves: an assignment by name costs twice as much, and a pull makes many groups.
@@ -347,16 +336,16 @@ class Group:
             set_id, set_columns, set_oldest, set_newest, set_start, set_finish, set_env, set_task, set_sequences,
             set_tokens, set_stamped,
         ) = _group_slots  # fmt: skip
-        set_id(group, group_id)
+        set_id(group, header.group_id)
         set_columns(group, columns)
-        set_oldest(group, oldest)
-        set_newest(group, newest)
-        set_start(group, started_at)
-        set_finish(group, finished_at)
+        set_oldest(group, header.oldest)
+        set_newest(group, header.newest)
+        set_start(group, header.started_at)
+        set_finish(group, header.finished_at)
         set_env(group, env)
-        set_task(group, task)
-        set_sequences(group, sequences)
-        set_tokens(group, tokens)
+        set_task(group, header.task)
+        set_sequences(group, header.sequences)
+        set_tokens(group, header.tokens)
         set_stamped(group, True)
         return group
 

@@ -11,7 +11,7 @@ frames.
 import math
 import mmap
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
@@ -193,35 +193,21 @@ def decode_body(header: GroupHeader, plan: TablePlan, arrays: Arrays, env: str =
             f"group {header.group_id}: size differs from the header (got {nbytes} bytes in {len(arrays)} frames, "
             f"the header has {header.nbytes} in {header.frames})"
         )
-    if checksum(arrays) != header.crc:
+    crc = google_crc32c.extend(0, arrays[0]) if len(arrays) == 1 else checksum(arrays)
+    if crc != header.crc:
         raise ChecksumError(f"group {header.group_id}: checksum differs from the header")
     if plan.problem:
         raise MalformedError(f"group {header.group_id}: {plan.problem}")
     columns = received_columns(plan, header, arrays)
     if columns is None:
         return _checked(header, _read_columns(plan, arrays), env)
-    return _group_of(header, columns, env)
-
-
-def _group_of(header: GroupHeader, columns: Mapping[str, Column], env: str) -> Group:
-    return Group.received(
-        header.group_id,
-        columns,
-        header.oldest,
-        header.newest,
-        header.started_at,
-        header.finished_at,
-        env,
-        header.task,
-        header.sequences,
-        header.tokens,
-    )
+    return Group.received(header, columns, env)
 
 
 def _checked(header: GroupHeader, columns: dict[str, Column], env: str) -> Group:
     """Return the group of these columns; MalformedError if they contradict each other or the header."""
     name = header.group_id
-    group = _group_of(header, columns, env)
+    group = Group.received(header, columns, env)
     try:
         group.check_values()
     except (InvalidGroupError, TypeError, ValueError, IndexError, AttributeError) as error:

@@ -8,7 +8,7 @@ count. Here is only what follows from them.
 
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -75,10 +75,13 @@ class TablePlan:
         problem: Why no group can have these columns; empty if one can.
         plain: Columns with one length for each token share those of `tokens`.
         numbers: The columns that are not opaque.
-        bools, opaque: Blocks of the values of such columns, those of opaque ones by name.
+        bools: Places in the directory of the values of such columns.
+        opaque: Blocks of the values of opaque columns, by name.
+        scores: Place in the directory of the scores.
+        letter: Their type as `struct` names it, if it is one that may be infinite.
     """
 
-    __slots__ = ("bools", "columns", "directory", "numbers", "opaque", "plain", "problem")
+    __slots__ = ("bools", "columns", "directory", "letter", "numbers", "opaque", "plain", "problem", "scores")
 
     def __init__(self, table: ColumnTable) -> None:
         self.directory = struct.Struct(f"<{table.blocks * ROW // 8}Q")
@@ -86,9 +89,12 @@ class TablePlan:
         self.problem = self._read(table)
         plans = self.columns.values()
         self.numbers = [plan for plan in plans if plan.kind is not None]
-        self.bools = [plan.values for plan in plans if plan.dtype is Dtype.BOOL]
+        self.bools = [3 * plan.values for plan in plans if plan.dtype is Dtype.BOOL]
         self.opaque = {plan.name: plan.values for plan in plans if plan.kind is None}
         aligned = ["tokens", *(name for name in TOKEN_ALIGNED if name in self.columns)]
+        scores = self.columns.get("scores")
+        self.scores = 3 * scores.block if scores is not None else -1
+        self.letter = _FLOATS.get(scores.dtype, "") if scores is not None else ""
         self.plain = not self.problem and len(set(map(self._root, aligned))) == 1
 
     def _read(self, table: ColumnTable) -> str:
@@ -131,15 +137,23 @@ def plan_of(table: ColumnTable) -> TablePlan:
     return TablePlan(table)
 
 
+Unpack = Callable[[Any, int], tuple[Any, ...]]
+"""Reads few numbers at an offset."""
+
+
 class _Directory(NamedTuple):
-    """A directory whose sizes agree with each other."""
+    """A directory whose sizes agree with each other, and what is left to check in a body with it."""
 
     rows: tuple[int, ...]
     """Frame, offset and bytes of each block."""
     sequences: int
     tokens: int
-    lengths: list[tuple[int, int, int, int]]
-    """Frame, offset and number of each array of lengths, and their sum."""
+    lengths: list[tuple[int, int, int, int, Unpack | None]]
+    """Frame, offset and number of each array of lengths, their sum, and how to read few of them."""
+    bools: list[tuple[int, int, int]]
+    """Frame, start and end of each array of bools."""
+    scores: tuple[int, int, Unpack] | None
+    """Frame and offset of few floats that must be finite; None for other scores."""
 
 
 @lru_cache(maxsize=DIRECTORIES_KEPT)
@@ -150,7 +164,7 @@ def _directory(plan: TablePlan, data: bytes, *frames: int) -> _Directory | None:
         if frame >= len(frames) or offset + nbytes > frames[frame]:
             return None
     sizes: dict[str, tuple[int, int]] = {}  # sequences and values of each column
-    lengths: list[tuple[int, int, int, int]] = []
+    lengths: list[tuple[int, int, int, int, Unpack | None]] = []
     for name, _, kind, block, levels, owner in plan.numbers:
         assert kind is not None
         at = 3 * (block + levels)
@@ -158,7 +172,7 @@ def _directory(plan: TablePlan, data: bytes, *frames: int) -> _Directory | None:
         sizes[name] = size, size
         for level in range(at - 3, 3 * block - 1, -3):
             number, odd = divmod(rows[level + 2], 4)
-            lengths.append((rows[level], rows[level + 1], number, size))
+            lengths.append((rows[level], rows[level + 1], number, size, _unpack(number, "I")))
             rest |= odd
             size = number
         if levels:
@@ -172,7 +186,16 @@ def _directory(plan: TablePlan, data: bytes, *frames: int) -> _Directory | None:
     sequences, tokens = sizes["tokens"]
     if not 1 <= sequences <= SEQUENCES_LIMIT or any(each != sequences for each, _ in sizes.values()):
         return None
-    return _Directory(rows, sequences, tokens, lengths)
+    bools = [(rows[at], rows[at + 1], rows[at + 1] + rows[at + 2]) for at in plan.bools]
+    at = plan.scores
+    unpack = _unpack(sequences, plan.letter)
+    scores = None if unpack is None else (rows[at], rows[at + 1], unpack)
+    return _Directory(rows, sequences, tokens, lengths, bools, scores)
+
+
+def _unpack(number: int, letter: str) -> Unpack | None:
+    """Return how to read so many numbers; None for many, and for those of a type without a letter."""
+    return _struct(f"<{number}{letter}").unpack_from if letter and number <= _FEW_ROWS else None
 
 
 class ReceivedColumns(Mapping[str, Column]):
@@ -223,30 +246,38 @@ class ReceivedColumns(Mapping[str, Column]):
 
 
 def received_columns(plan: TablePlan, header: GroupHeader, arrays: Arrays) -> ReceivedColumns | None:
-    """Return the columns of a body; None unless they certainly are those of a sound group with this header."""
+    """Return the columns of a body; None unless they certainly are those of a sound group with this header.
+
+    The frames have as many bytes together as the header says.
+    """
     body, size = arrays[0], plan.directory.size
     if not plan.plain or body.nbytes < size:
         return None
-    found = _directory(plan, body[:size].tobytes(), *[array.nbytes for array in arrays])
+    sizes = (header.nbytes,) if len(arrays) == 1 else [array.nbytes for array in arrays]
+    found = _directory(plan, body[:size].tobytes(), *sizes)
     if found is None or found.sequences != header.sequences or found.tokens != header.tokens:
         return None
-    rows = found.rows
-    for frame, offset, number, total in found.lengths:
-        if _sum(arrays[frame], offset, number) != total:
+    for frame, offset, number, total, unpack in found.lengths:
+        sum_of = sum(unpack(arrays[frame], offset)) if unpack else _sum(arrays[frame], offset, number)
+        if sum_of != total:
             return None
-    for block in plan.bools:
-        frame, offset, nbytes = rows[3 * block : 3 * block + 3]
-        if not are_bools(arrays[frame][offset : offset + nbytes]):
+    for frame, start, end in found.bools:
+        if not are_bools(arrays[frame][start:end]):
             return None
-    if not _are_finite(plan.columns["scores"], rows, arrays):
+    if found.scores is not None:
+        frame, offset, unpack = found.scores
+        if not math.isfinite(sum(unpack(arrays[frame], offset))):
+            return None
+    made = _decoded(plan, found.rows, arrays) if plan.opaque else {}
+    if made is None:
         return None
-    made = _decoded(plan, rows, arrays) if plan.opaque else {}
-    return None if made is None else ReceivedColumns(plan, rows, arrays, made)
+    columns = ReceivedColumns(plan, found.rows, arrays, made)
+    if found.scores is None and not np.isfinite(columns["scores"].numbers()).all():
+        return None
+    return columns
 
 
-def _sum(frame: Any, offset: int, number: int) -> int:
-    if number <= _FEW_ROWS:
-        return sum(_struct(f"<{number}I").unpack_from(frame, offset))
+def _sum(frame: NDArray[np.uint8], offset: int, number: int) -> int:
     return int(np.frombuffer(frame, U32, number, offset).sum(dtype=np.int64))
 
 
@@ -255,18 +286,6 @@ def are_bools(raw: NDArray[np.uint8]) -> bool:
     if raw.size <= _FEW_BYTES:
         return not raw.tobytes().translate(None, b"\0\1")
     return bool(np.maximum.reduce(raw) <= 1)
-
-
-def _are_finite(scores: ColumnPlan, rows: tuple[int, ...], arrays: Arrays) -> bool:
-    if scores.kind is None or (scores.kind.kind != "f" and scores.dtype is not Dtype.BF16):
-        return True
-    which, offset, nbytes = rows[3 * scores.block : 3 * scores.block + 3]
-    number, letter = nbytes // scores.kind.itemsize, _FLOATS.get(scores.dtype)
-    frame: Any = arrays[which]
-    if letter is not None and number <= _FEW_ROWS:
-        return math.isfinite(sum(_struct(f"<{number}{letter}").unpack_from(frame, offset)))
-    values = np.frombuffer(frame, scores.kind, number, offset)
-    return bool(np.isfinite(Column(scores.dtype, values).numbers()).all())
 
 
 def _decoded(plan: TablePlan, rows: tuple[int, ...], arrays: Arrays) -> dict[str, Column] | None:

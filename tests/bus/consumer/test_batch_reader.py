@@ -126,9 +126,7 @@ def test_a_reused_slot_is_asked_for_again_as_frames(shared: Shared, reader: Batc
     placed = [shared.put(group_of(number)) for number in range(3)]
     assert placed[1].place is not None
     shared.put(group_of(7), at=placed[1].place[1])
-    assert reader.in_place
-    assert shared.read(reader, *placed) is None
-    assert not reader.in_place
+    assert (reader.in_place, shared.read(reader, *placed), reader.in_place) == (True, None, False)
     shared.put(group_of(1), at=placed[1].place[1])
     assert numbers(shared.read(reader, *placed)) == [0, 1, 2]
     assert reader.in_place
