@@ -25,6 +25,7 @@ from rolloutmq.schemas.wire.envelope import (
     COLUMNS_LIMIT,
     SEQUENCES_LIMIT,
     Dtype,
+    GroupHeader,
     GroupId,
     PolicyVersion,
     RewardSummary,
@@ -46,11 +47,11 @@ OPAQUE_COLUMNS: Final = frozenset(
 AlignedName = Literal["mask", "inference_logprobs", "ref_logprobs", "advantages", "temperatures"]
 """Columns with one value for each token, of any element type."""
 NestedName = Literal["distill_token_ids", "distill_logprobs"]
-_ALIGNED_WITH_TOKENS: Final[tuple[str, ...]] = get_args(AlignedName)
+TOKEN_ALIGNED: Final[tuple[str, ...]] = get_args(AlignedName)
 COLUMN_DEPTH: Final[Mapping[str, int]] = {
     "tokens": 1,
     "scores": 0,
-    **dict.fromkeys(_ALIGNED_WITH_TOKENS, 1),
+    **dict.fromkeys(TOKEN_ALIGNED, 1),
     **dict.fromkeys(get_args(NestedName), 2),
 }
 """Nesting of the columns that every trainer knows; a column of another name may have any depth."""
@@ -328,26 +329,25 @@ class Group:
                 raise InvalidGroupError(name, f"{problem} (got {value!a:.80})")
 
     @classmethod
-    def received(
-        cls,
-        group_id: str,
-        columns: Mapping[str, Column],
-        oldest: PolicyVersion,
-        newest: PolicyVersion,
-        started_at: float,
-        finished_at: float,
-        env: str,
-        task: str,
-        sequences: int,
-        tokens: int,
-    ) -> "Group":
+    def received(cls, header: GroupHeader, columns: Mapping[str, Column], env: str) -> "Group":
         """Return a group whose ids, versions and times came over the wire, so they need no check."""
         group = cls.__new__(cls)
-        fields = (
-            group_id, columns, oldest, newest, started_at, finished_at, env, task, sequences, tokens, True,
-        )  # fmt: skip
-        for name, value in zip(cls.__slots__, fields, strict=True):
-            object.__setattr__(group, name, value)
+        # The slots themselves: an assignment by name costs twice as much, and a pull makes many groups.
+        (
+            set_id, set_columns, set_oldest, set_newest, set_start, set_finish, set_env, set_task, set_sequences,
+            set_tokens, set_stamped,
+        ) = _group_slots  # fmt: skip
+        set_id(group, header.group_id)
+        set_columns(group, columns)
+        set_oldest(group, header.oldest)
+        set_newest(group, header.newest)
+        set_start(group, header.started_at)
+        set_finish(group, header.finished_at)
+        set_env(group, env)
+        set_task(group, header.task)
+        set_sequences(group, header.sequences)
+        set_tokens(group, header.tokens)
+        set_stamped(group, True)
         return group
 
     @classmethod
@@ -438,7 +438,7 @@ class Group:
                 )
             checked = column
         self._check_scores()
-        self._check_lengths(_ALIGNED_WITH_TOKENS)
+        self._check_lengths(TOKEN_ALIGNED)
 
     def _check_scores(self) -> None:
         scores = self.columns["scores"].numbers()
@@ -519,12 +519,15 @@ class Group:
 def _share_lengths(columns: dict[str, Column]) -> None:
     """Let the columns with one value for each token have the lengths of the tokens, where theirs are equal."""
     lengths = columns["tokens"].lengths
-    for name in _ALIGNED_WITH_TOKENS:
+    for name in TOKEN_ALIGNED:
         column = columns.get(name)
         if column is not None and column.depth == len(lengths) == 1:
             own = column.lengths[0]
             if own.dtype == lengths[0].dtype and own.tobytes() == lengths[0].tobytes():
                 columns[name] = Column(column.dtype, column.values, lengths)
+
+
+_group_slots: Final = tuple(getattr(Group, name).__set__ for name in Group.__slots__)
 
 
 def check_kinds(kinds: Mapping[str, tuple[Dtype, int]]) -> None:

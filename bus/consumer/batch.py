@@ -1,27 +1,39 @@
 """Batches of a trainer: decoded groups with their origin. Pure.
 
-Columns are views into the received frames, or into a copy of the arena. An undecodable group is listed in
-`Batch.rejected` with the reason; settling the batch reports it. The other groups are delivered without it.
+Columns are views into the received frames, into a copy of a part of the arena, or into the arena itself. An undecodable
+group is listed in `Batch.rejected` with the reason; settling the batch reports it. The other groups are delivered
+without it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from operator import index
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
-from rolloutmq.bus.encoding.codec import Buffer, decode_group
+from rolloutmq.bus.encoding.codec import Buffer, decode_body
+from rolloutmq.bus.encoding.received_columns import plan_of
 from rolloutmq.schemas.errors import ChecksumError, MalformedError, UsageError, WireError
 from rolloutmq.schemas.group import Group, counted, policy_range
 from rolloutmq.schemas.printable import html_table
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire import replies
-from rolloutmq.schemas.wire.envelope import ColumnTable, PolicyVersion
+from rolloutmq.schemas.wire.envelope import ColumnTable, GroupHeader, PolicyVersion
 from rolloutmq.schemas.wire.replies import Delivery, Rejected
 
 REASON_CHARS = 512
 """Longest reason of a rejection."""
+RUN_BYTES: Final = 128 << 10
+"""Most bytes of small groups that are copied together: one of them that the trainer keeps keeps them all in memory."""
+GAP_BYTES: Final = 64
+"""Largest gap between groups that are copied together: the alignment of slots."""
+
+Bytes = NDArray[np.uint8]
+_NOTHING: Final = np.empty(0, np.uint8)
 
 
 class StepSize(NamedTuple):
@@ -75,7 +87,8 @@ class Batch:
     """This rank's shard of a leased step.
 
     Attributes:
-        groups: Decoded groups. Their arrays are read-only and stay valid after the lease.
+        groups: Decoded groups. Their arrays are read-only and stay valid after the lease, except for a consumer with
+            `views`.
         deliveries: Header, environment, producer and delivery count of each group, in the same order.
         rejected: Undecodable groups; settling the batch reports them.
         step: Optimizer step of the batch, as given to `pull`.
@@ -169,7 +182,7 @@ def decode_groups(
     reply: replies.Batch,
     frames: Sequence[Buffer],
     arenas: Sequence[memoryview] = (),
-    copy: Callable[[memoryview], Buffer] = bytes,
+    copy: Callable[[Bytes], Bytes] = np.copy,
     known: Sequence[ColumnTable] = (),
 ) -> tuple[list[Group], list[Delivery], list[Rejected]]:
     """Decode the groups of a reply; return the groups, their deliveries and the undecodable groups.
@@ -178,49 +191,88 @@ def decode_groups(
         reply: The batch.
         frames: Frames of the groups outside the arenas.
         arenas: Bytes of each arena of the batch.
-        copy: Copies a group out of its arena.
+        copy: Copies groups out of their arena, or returns the same bytes.
         known: Tables of an earlier reply: if the reply has the same, all that was found out about them is used again.
 
     Raises:
         ChecksumError: The bytes in an arena are not those of the group.
     """
-    tables = {table.id: table for table in (known if known == reply.tables else reply.tables)}
+    plans = {table.id: plan_of(table) for table in (known if known == reply.tables else reply.tables)}
+    bodies = _bodies(reply.groups, frames, [np.frombuffer(arena, np.uint8) for arena in arenas], copy)
     groups: list[Group] = []
     deliveries: list[Delivery] = []
     rejected: list[Rejected] = []
-    start = 0
-    for delivery in reply.groups:
+    for delivery, body in zip(reply.groups, bodies, strict=True):
+        header = delivery.header
         try:
-            if delivery.place is not None:
-                own: Sequence[Buffer] = (copy(_part(delivery, arenas)),)
-            else:
-                own = frames[start : start + delivery.header.frames]
-                start += delivery.header.frames
-            groups.append(_decoded(delivery, tables, own))
+            plan = plans.get(header.table)
+            if body is None or plan is None:
+                raise _misplaced(delivery) if body is None else _tableless(header)
+            groups.append(decode_body(header, plan, body, delivery.env))
             deliveries.append(delivery)
         except WireError as error:
             if delivery.place is not None and isinstance(error, ChecksumError):
                 raise
-            rejected.append(Rejected(group_id=delivery.header.group_id, reason=str(error)[:REASON_CHARS]))
+            rejected.append(Rejected(group_id=header.group_id, reason=str(error)[:REASON_CHARS]))
     return groups, deliveries, rejected
 
 
-def _part(delivery: Delivery, arenas: Sequence[memoryview]) -> memoryview:
-    """Return the bytes of a group in its arena."""
+def _bodies(
+    deliveries: Sequence[Delivery],
+    frames: Sequence[Buffer],
+    arenas: Sequence[Bytes],
+    copy: Callable[[Bytes], Bytes],
+) -> Iterator[Sequence[Bytes] | None]:
+    """Yield the frames of each group in turn; None for one outside its arena.
+
+    Groups that lie behind each other are copied together, right before the first of them is needed: the checksum then
+    finds them in the processor's cache.
+    """
+    following = start = end = 0
+    source, copied = -1, _NOTHING
+    for at, delivery in enumerate(deliveries):
+        header, place = delivery.header, delivery.place
+        if place is None:
+            yield [np.frombuffer(frame, np.uint8) for frame in frames[following : following + header.frames]]
+            following += header.frames
+            continue
+        index, offset = place
+        stop = offset + header.nbytes
+        if index != source or offset < start or stop > end:
+            if index >= len(arenas) or stop > arenas[index].nbytes:
+                yield None
+                continue
+            source, start, end = index, offset, _run_end(deliveries, at, arenas[index].nbytes)
+            copied = copy(arenas[index][start:end])
+        yield (copied[offset - start : stop - start],)
+
+
+def _run_end(deliveries: Sequence[Delivery], first: int, limit: int) -> int:
+    """Return where the run of groups ends that lie behind each other in the arena of the first."""
+    place = deliveries[first].place
+    assert place is not None
+    index, start = place
+    end = start + deliveries[first].header.nbytes
+    limit = min(limit, start + RUN_BYTES)
+    for delivery in islice(deliveries, first + 1, None):
+        place = delivery.place
+        if place is None or place[0] != index or not end <= place[1] <= end + GAP_BYTES:
+            break
+        stop = place[1] + delivery.header.nbytes
+        if stop > limit:
+            break
+        end = stop
+    return end
+
+
+def _misplaced(delivery: Delivery) -> MalformedError:
     assert delivery.place is not None
     index, offset = delivery.place
-    end = offset + delivery.header.nbytes
-    if index >= len(arenas) or end > len(arenas[index]):
-        raise MalformedError(
-            f"group {delivery.header.group_id}: ends outside its arena (at byte {end} of arena {index})"
-        )
-    return arenas[index][offset:end]
+    return MalformedError(
+        f"group {delivery.header.group_id}: ends outside its arena "
+        f"(at byte {offset + delivery.header.nbytes} of arena {index})"
+    )
 
 
-def _decoded(delivery: Delivery, tables: Mapping[str, ColumnTable], frames: Sequence[Buffer]) -> Group:
-    table = tables.get(delivery.header.table)
-    if table is None:
-        raise MalformedError(
-            f"group {delivery.header.group_id}: the batch lacks its column table {delivery.header.table}"
-        )
-    return decode_group(delivery.header, table, frames, delivery.env)
+def _tableless(header: GroupHeader) -> MalformedError:
+    return MalformedError(f"group {header.group_id}: the batch lacks its column table {header.table}")

@@ -1,12 +1,17 @@
 """The reader of batches whose groups are in shared memory or follow as frames.
 
 It copies groups out of shared memory, so the trainer owns the arrays, and then checks the copy: a slot
-reused after a lost lease fails the checksum. An unreadable batch is requested again as frames. The same pull
+reused after a lost lease fails the checksum. With `views` it checks the groups where they lie and copies nothing: they
+are valid until the batch is settled or its lease is lost; then the producer writes other groups there. The memory
+itself stays mapped as long as an array of it exists. An unreadable batch is requested again as frames. The same pull
 gets the same batch, or another one if the lease was lost.
 """
 
 import logging
 from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rolloutmq.bus.consumer.batch import decode_groups
 from rolloutmq.bus.shm.arena import MappedArenas
@@ -24,6 +29,10 @@ ATTEMPTS: Final = 3
 """Unreadable batches in a row after which all further ones are requested as frames."""
 
 
+def _same(source: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    return source
+
+
 class DecodedBatch(NamedTuple):
     """Groups of a batch, their deliveries, and the undecodable groups."""
 
@@ -33,11 +42,11 @@ class DecodedBatch(NamedTuple):
 
 
 class BatchReader:
-    """Reads the batches of one consumer."""
+    """Reads the batches of one consumer; with `views` without copies."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, views: bool = False) -> None:
         self._arenas = MappedArenas()
-        self._buffers = BufferPool()
+        self._copy = _same if views else BufferPool().copy
         self._tables: tuple[ColumnTable, ...] = ()
         """Those of the last reply."""
         self._again = False
@@ -53,7 +62,7 @@ class BatchReader:
         """Decode a batch; None if its memory cannot be read, so the caller must repeat the pull."""
         try:
             arenas = self._arenas.open(reply.arenas)
-            decoded = DecodedBatch(*decode_groups(reply, frames, arenas, self._buffers.copy, self._tables))
+            decoded = DecodedBatch(*decode_groups(reply, frames, arenas, self._copy, self._tables))
         except SegmentGoneError as error:
             self._failed += 1
             if self._failed in {1, ATTEMPTS}:

@@ -67,12 +67,19 @@ class Consumer:
     """
 
     def __init__(
-        self, where: Where, register: RegisterConsumer, size: StepSize, split: Split, *, ahead: bool
+        self,
+        where: Where,
+        register: RegisterConsumer,
+        size: StepSize,
+        split: Split,
+        *,
+        ahead: bool,
+        views: bool,
     ) -> None:
         self.version = register.resume or PolicyVersion(0, register.info.starting_step)
         """Policy after the last settled step; iteration continues from it. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
-        self._puller = BatchPuller(self._link, size, split, partial(LeasedBatch, consumer=self))
+        self._puller = BatchPuller(self._link, size, split, partial(LeasedBatch, consumer=self), views=views)
         self._figures = FigureQueue(self._link)
         self._leased: Batch | None = None
         self._before: PolicyVersion | None = None
@@ -99,6 +106,7 @@ class Consumer:
         info: RunInfo | None = None,
         resume: PolicyVersion | None = None,
         ahead: bool = False,
+        views: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncIterator["Consumer"]:
         """Register a consumer; leaving the block returns its leased batch to the queue.
@@ -120,6 +128,9 @@ class Consumer:
             resume: Checkpoint of a resumed trainer: the broker rewinds every batch of a later step.
             ahead: Request the next batch together with each settlement: one round trip, and at durability `disk` one
                 disk wait, for both. An unwanted batch is given back. Uses the memory of two batches.
+            views: Do not copy groups of producers on this host: their arrays are views of the producers' memory, valid
+                until the batch is settled or its lease is lost. Then they may show other groups; copy what is needed
+                longer.
             timeout_s: Longest wait when opening, in seconds; None waits without a limit.
 
         Raises:
@@ -138,7 +149,7 @@ class Consumer:
         require_encodable(register)
         if not isinstance(split, Split):
             raise UsageError(f"split: must be Split.TRAIN or Split.EVAL (got {split!r})")
-        made = cls(where, register, size, split, ahead=ahead)
+        made = cls(where, register, size, split, ahead=ahead, views=views)
         beat: asyncio.Task[None] | None = None
         try:
             opening = f"opening of consumer {consumer}"
@@ -347,7 +358,9 @@ class Consumer:
         limit_s = time_limit("timeout_s", timeout_s)
         version = given_version("settle.version", version)
         self.progress()
-        out, bad = tuple(filtered), (*batch.rejected, *rejected)
+        out, named = tuple(filtered), tuple(rejected)
+        bad = (*batch.rejected, *named)
+        is_whole = trained is None and not out and not named
         if trained is None:
             gone = {*out, *(each.group_id for each in bad)}
             trained = [group.group_id for group in batch.groups if group.group_id not in gone]
@@ -365,7 +378,8 @@ class Consumer:
             filtered=out,
             rejected=bad,
         )
-        require_encodable(message)
+        if not is_whole:  # otherwise all of it came over the wire
+            require_encodable(message)
         if self._pulls_ahead:
             self._ahead.begin(version.step + 1, version)
         try:

@@ -48,10 +48,18 @@ class BatchPuller(Generic[B]):
         split: Split of the groups.
         make: Makes a batch of its attributes.
         window: Of a consumer that pulls groups as they come, see `Pull.window`; 0 for steps.
+        views: Groups in shared memory are not copied.
     """
 
     def __init__(
-        self, link: ConsumerConnection, size: StepSize, split: Split, make: Callable[..., B], window: int = 0
+        self,
+        link: ConsumerConnection,
+        size: StepSize,
+        split: Split,
+        make: Callable[..., B],
+        window: int = 0,
+        *,
+        views: bool = False,
     ) -> None:
         self.wait = Wait.NONE
         self._make = make
@@ -61,7 +69,7 @@ class BatchPuller(Generic[B]):
         self._link = link
         self._size = size
         self._split = split
-        self._reader = BatchReader()
+        self._reader = BatchReader(views=views)
         self._numbers = count(1)
         self._nonce = os.urandom(8).hex()
         self._wait_log = WaitLog()

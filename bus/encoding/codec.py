@@ -13,15 +13,24 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import google_crc32c
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from rolloutmq.bus.encoding.group_layout import ROW, Block, GroupLayout, place
+from rolloutmq.bus.encoding.group_layout import Block, GroupLayout, place
 from rolloutmq.bus.encoding.opaque_columns import EncodedColumn, check_values, encode_opaque, require_few
+from rolloutmq.bus.encoding.received_columns import (
+    TABLES_KEPT,
+    U32,
+    Arrays,
+    TablePlan,
+    are_bools,
+    plan_of,
+    received_columns,
+)
 from rolloutmq.schemas.errors import (
     ChecksumError,
     GroupTooLargeError,
@@ -31,7 +40,7 @@ from rolloutmq.schemas.errors import (
     UsageError,
     VersionMismatchError,
 )
-from rolloutmq.schemas.group import Column, Group, check_kinds, numpy_dtype
+from rolloutmq.schemas.group import Column, Group
 from rolloutmq.schemas.wire.control import Drain
 from rolloutmq.schemas.wire.envelope import (
     BIG_BLOCK_BYTES,
@@ -60,15 +69,8 @@ MESSAGE_LIMIT_BYTES: Final = 8 << 20
 TABLE_LIMIT_BYTES: Final = 8 << 10
 """Largest column table: 64 columns with names, and names of shared lengths, of the greatest length."""
 
-TABLES_KEPT: Final = 256
-"""Cached column tables, so groups with the same columns share one."""
-
-_U32: Final = np.dtype("<u4")
 _OPAQUE: Final = Dtype.OPAQUE
-_BOOL: Final = Dtype.BOOL
 _UNREAD: Final = Column.opaque(None)
-_FEW_BYTES: Final = 4096
-"""Up to this many bytes, Python is faster than numpy."""
 _JOINED_BYTES: Final = 32 << 10
 """Up to this many bytes, a body is joined before it is copied: it stays in the cache, and one copy is one call."""
 _T = TypeVar("_T")
@@ -201,36 +203,32 @@ def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffe
         ChecksumError: The checksum differs from the header.
         MalformedError: The body contradicts its header or its table.
     """
-    arrays = [np.frombuffer(frame, np.uint8) for frame in frames]
-    nbytes = sum([array.nbytes for array in arrays])
+    return decode_body(header, plan_of(table), [np.frombuffer(frame, np.uint8) for frame in frames], env)
+
+
+def decode_body(header: GroupHeader, plan: TablePlan, arrays: Arrays, env: str = "") -> Group:
+    """Do what `decode_group` does, for frames that are arrays of bytes."""
+    nbytes = arrays[0].nbytes if len(arrays) == 1 else sum([array.nbytes for array in arrays])
     if nbytes != header.nbytes or len(arrays) != header.frames:
         raise MalformedError(
             f"group {header.group_id}: size differs from the header (got {nbytes} bytes in {len(arrays)} frames, "
             f"the header has {header.nbytes} in {header.frames})"
         )
-    if checksum(arrays) != header.crc:
+    crc = google_crc32c.extend(0, arrays[0]) if len(arrays) == 1 else checksum(arrays)
+    if crc != header.crc:
         raise ChecksumError(f"group {header.group_id}: checksum differs from the header")
-    plan = _plan_of(table)
     if plan.problem:
         raise MalformedError(f"group {header.group_id}: {plan.problem}")
-    return _checked(header, _read_columns(plan, arrays), env)
+    columns = received_columns(plan, header, arrays)
+    if columns is None:
+        return _checked(header, _read_columns(plan, arrays), env)
+    return Group.received(header, columns, env)
 
 
 def _checked(header: GroupHeader, columns: dict[str, Column], env: str) -> Group:
     """Return the group of these columns; MalformedError if they contradict each other or the header."""
     name = header.group_id
-    group = Group.received(
-        name,
-        columns,
-        header.oldest,
-        header.newest,
-        header.started_at,
-        header.finished_at,
-        env,
-        header.task,
-        header.sequences,
-        header.tokens,
-    )
+    group = Group.received(header, columns, env)
     try:
         group.check_values()
     except (InvalidGroupError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -285,60 +283,10 @@ def _table_of(specs: tuple[Any, ...]) -> ColumnTable:
     return ColumnTable(tuple(ColumnSpec(*specs[at : at + 4]) for at in range(0, len(specs), 4)))
 
 
-class _ColumnPlan(NamedTuple):
-    """How to read one column."""
-
-    name: str
-    dtype: Dtype
-    kind: np.dtype[Any] | None
-    """Element type of the values; None for an opaque column."""
-    levels: int
-    """Blocks of lengths before the values."""
-    owner: str
-    """Column with the same lengths; empty if it has its own."""
-
-
-class _TablePlan(NamedTuple):
-    """How to read the groups of a table: all that is the same for each of them."""
-
-    directory: struct.Struct
-    columns: tuple[_ColumnPlan, ...]
-    problem: str
-    """Why no group can have these columns; empty if one can."""
-
-
-@lru_cache(maxsize=TABLES_KEPT)
-def _plan_of(table: ColumnTable) -> _TablePlan:
-    plans: list[_ColumnPlan] = []
-    kinds: dict[str, tuple[Dtype, int]] = {}
-    problem = ""
-    for spec in table.columns:
-        is_opaque, depth = spec.dtype is _OPAQUE, spec.depth
-        owner = "" if is_opaque else spec.lengths_of
-        if owner and (owner not in kinds or kinds[owner][1] != depth):
-            problem = problem or (
-                f"column {spec.name}: lengths_of must name an earlier column of the same depth (got {owner})"
-            )
-        if spec.name in kinds:
-            problem = problem or f"column {spec.name}: must be in its table once"
-        kind = None if is_opaque else numpy_dtype(spec.dtype)
-        plans.append(_ColumnPlan(spec.name, spec.dtype, kind, spec.blocks - 1, owner))
-        kinds[spec.name] = spec.dtype, 0 if is_opaque else depth
-    missing = sorted({"tokens", "mask", "scores"} - kinds.keys())
-    if missing:
-        problem = problem or f"column {missing[0]} is missing"
-    try:
-        if not problem:
-            check_kinds(kinds)
-    except (InvalidGroupError, KeyError) as error:
-        problem = str(error)
-    return _TablePlan(struct.Struct(f"<{table.blocks * ROW // 8}Q"), tuple(plans), problem)
-
-
 class _Blocks:
     """The blocks of a body, in their order."""
 
-    def __init__(self, directory: struct.Struct, arrays: Sequence[NDArray[np.uint8]]) -> None:
+    def __init__(self, directory: struct.Struct, arrays: Arrays) -> None:
         if arrays[0].nbytes < directory.size:
             raise MalformedError(
                 f"body: shorter than its directory (got {arrays[0].nbytes} bytes, needs {directory.size})"
@@ -370,19 +318,19 @@ class _Blocks:
         return np.frombuffer(self._arrays[frame], kind, nbytes // kind.itemsize, offset)
 
 
-def _read_columns(plan: _TablePlan, arrays: Sequence[NDArray[np.uint8]]) -> dict[str, Column]:
+def _read_columns(plan: TablePlan, arrays: Arrays) -> dict[str, Column]:
     blocks = _Blocks(plan.directory, arrays)
     columns: dict[str, Column] = {}
     opaque: dict[str, memoryview] = {}
-    for name, dtype, kind, levels, owner in plan.columns:
+    for name, dtype, kind, _, levels, owner in plan.columns.values():
         if kind is None:
             opaque[name] = blocks.raw(levels)
             columns[name] = _UNREAD
             continue
-        own = [blocks.values(name, _U32) for _ in range(levels)]
+        own = [blocks.values(name, U32) for _ in range(levels)]
         lengths = columns[owner].lengths if owner else tuple(own)
         values = blocks.values(name, kind)
-        if dtype is _BOOL:
+        if kind.kind == "b":
             _require_bools(name, values.view(np.uint8))
         columns[name] = Column(dtype, values, lengths)
     if opaque:
@@ -394,9 +342,7 @@ def _read_columns(plan: _TablePlan, arrays: Sequence[NDArray[np.uint8]]) -> dict
 
 
 def _require_bools(name: str, raw: NDArray[np.uint8]) -> None:
-    if raw.size <= _FEW_BYTES and not raw.tobytes().translate(None, b"\0\1"):
-        return
-    if raw.size and raw.max() > 1:
+    if not are_bools(raw):
         raise MalformedError(f"column {name}: bools must be 0 or 1 (got {raw.max()})")
 
 

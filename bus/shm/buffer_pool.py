@@ -27,14 +27,15 @@ class BufferPool:
         self._kept: deque[NDArray[np.uint8]] = deque()
         self._kept_bytes = 0
 
-    def copy(self, view: memoryview) -> memoryview:
-        """Return a read-only copy, valid as long as it is referenced."""
-        nbytes = view.nbytes
+    def copy(self, source: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return a read-only copy of some bytes, valid as long as it or a view of it is referenced."""
+        nbytes = source.nbytes
         if nbytes < LEAST_BYTES:
-            return memoryview(bytes(view))
-        copied = self._buffer(nbytes).data[:nbytes]
-        copied[:] = view
-        return copied.toreadonly()
+            return np.frombuffer(source.tobytes(), np.uint8)
+        copied = self._buffer(nbytes)[:nbytes]
+        copied[:] = source
+        copied.flags.writeable = False
+        return copied
 
     def _buffer(self, nbytes: int) -> NDArray[np.uint8]:
         kept = self._kept
