@@ -123,8 +123,8 @@ class Journal:
         self._unfinished: dict[int, None] = {}
         """Numbers of the batches that began and are not done, in their order."""
         self._last_number = 0
-        self._handed = self._priority_handed = 0
-        """Batches handed over and not done."""
+        self._handed = 0
+        """Batches of groups handed over and not done."""
         self._began_at = float("-inf")
         self._rotating = False
 
@@ -231,8 +231,7 @@ class Journal:
         if not (self._leaving or self._behind_room) and self._commit_thread.cramped:
             self._leaving = True
             self._commit_thread.leave_segment()
-        if not self._priority_handed:
-            self._hand_over_priority()
+        self._hand_over_priority()
         while self._ready(now, urgent):
             self._began_at = now
             self._hand_over()
@@ -338,7 +337,6 @@ class Journal:
 
     def _hand_over_priority(self) -> None:
         if self._priority_batch.entries:
-            self._priority_handed += 1
             self._commit_thread.put(self._priority_batch)
             self._priority_batch = CommitBatch(priority=True)
 
@@ -363,7 +361,6 @@ class Journal:
         self._behind_room -= batch.room_bytes
         del self._unfinished[batch.number]
         if batch.priority:
-            self._priority_handed -= 1
             self.priority_done = batch.number
         else:
             self._handed -= 1

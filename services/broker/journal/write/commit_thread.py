@@ -1,7 +1,8 @@
 """The commit thread: makes commit batches durable one after the other, and does chores in between.
 
     commit   write the groups to their segments and sync; write the events to the log; sync the log too if the batch has
-             events other than acceptances. Priority batches come first, the others in their order
+             events other than acceptances. Priority batches come first, all that wait together, also between two
+             writes of a batch of groups; the others in their order
     chores   reserve room for events, allocate the next segment and zeros ahead in the log, sync events of acceptances
              within a second, remove obsolete segments and old logs: one chore after each commit, the rest when idle
 
@@ -205,8 +206,12 @@ class CommitThread:
 
     def _run(self) -> None:
         try:
-            while (batch := self._take()) is not None:
-                self._commit(batch)
+            while self._take():
+                began = time.monotonic()
+                self._commit_priority()
+                if self._batches:
+                    self._commit(self._batches.popleft())
+                self.busy_s += time.monotonic() - began
                 self._chore()
             self._finish()
         except OSError as error:
@@ -215,14 +220,14 @@ class CommitThread:
             logger.exception("journal failed")
             self._fail(OSError(f"{type(error).__name__}: {error}"))
 
-    def _take(self) -> CommitBatch | None:
-        """Return the next batch, and do chores until there is one; None at the end."""
+    def _take(self) -> bool:
+        """Do chores until a batch may wait; False at the end."""
         while True:
             match self._next_call():
                 case _Call.COMMIT:
-                    return (self._priority or self._batches).popleft()
+                    return True
                 case _Call.END:
-                    return None
+                    return False
                 case _Call.LEAVE:
                     self._groups.leave()
                     self.finished.append(FinishedCommit(None, self._groups.take_sealed()))
@@ -242,13 +247,23 @@ class CommitThread:
         except queue.Empty:
             return _Call.CHORES
 
+    def _commit_priority(self) -> None:
+        """Commit all priority batches that wait. A batch of groups may be half written: they commute with it."""
+        batches = [self._priority.popleft() for _ in range(len(self._priority))]
+        if batches:
+            self._write_events([entry for batch in batches for entry in batch.entries], sync=True)
+            self._events.settle()
+            self.commits += 1
+            self.finished += [FinishedCommit(batch, []) for batch in batches]
+            self._wake()
+
     def _commit(self, batch: CommitBatch) -> None:
-        began = time.monotonic()
         events: list[Event] = []
         bodies = iter(batch.bodies)
         for entry in batch.entries:
             if isinstance(entry, StoredGroup):
                 events.append(self._accept(entry, *next(bodies)))
+                self._commit_priority()
             elif isinstance(entry, LogRotation):
                 self._write(events, sync=True)
                 self._groups.settle()
@@ -262,7 +277,6 @@ class CommitThread:
         self._events.settle()
         self._removals += batch.dead
         self.commits += 1
-        self.busy_s += time.monotonic() - began
         self.finished.append(FinishedCommit(batch, self._groups.take_sealed()))
         self._wake()
 
@@ -313,6 +327,9 @@ class CommitThread:
     def _write(self, events: Sequence[Event], *, sync: bool) -> None:
         """Make the groups durable, then write the events; with `sync`, sync them too."""
         self._groups.commit()
+        self._write_events(events, sync=sync)
+
+    def _write_events(self, events: Sequence[Event], *, sync: bool) -> None:
         if events:
             self._events.append(events)
         if not self._syncs:

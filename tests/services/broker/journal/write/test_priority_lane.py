@@ -240,11 +240,13 @@ class Gate(FailingDisk):
     def __init__(self) -> None:
         super().__init__()
         self.through = threading.Semaphore(0)
+        self.waits = threading.Event()
         self.begun = 1 << 30
         self.plan["fdatasync"] = self._wait
 
     def _wait(self, fd: int) -> None:
         if "groups" in path_of(fd) and len(self.calls) > self.begun:
+            self.waits.set()
             self.through.acquire()
 
 
@@ -271,6 +273,52 @@ def test_what_goes_ahead_waits_for_one_batch_of_groups_at_most(
     assert [event.order for event in again.found.events if isinstance(event, Dropped)] == [1]
     assert again.found.damage == []
     again.journal.close()
+
+
+def test_what_goes_ahead_waits_for_one_group_of_a_batch_that_is_written(tmp_path: Path) -> None:
+    disk = FailingDisk()
+    run = Driven(tmp_path, config(segment_bytes=32 << 20), disk).start()
+    run.write(group(1))
+    writing, through = threading.Event(), threading.Semaphore(0)
+
+    def wait(fd: int) -> None:
+        if "groups" in path_of(fd):
+            writing.set()
+            through.acquire()
+
+    disk.plan["pwritev"] = wait
+    for number in range(2, 5):
+        run.append(group(number, 3 << 20))
+    run.journal.advance(time.monotonic(), urgent=True)
+    assert writing.wait(DEADLINE_S)
+    run.append(Dropped(1, "expired", "stale"))
+    told = run.journal.priority_ticket
+    through.release()
+    run.until(lambda: run.journal.priority_done == told)
+    assert run.journal.done < told
+    through.release(10)
+    run.settle()
+    run.journal.close()
+    again = Driven(tmp_path, config())
+    assert [getattr(event, "order", 0) for event in again.found.events][-4:] == [1, 2, 3, 4]
+    again.journal.close()
+
+
+def test_calls_that_go_ahead_while_a_batch_is_written_are_one_commit(tmp_path: Path) -> None:
+    disk = Gate()
+    run = Driven(tmp_path, config(segment_bytes=1 << 20), disk).start()
+    run.write(group(1), group(2))
+    before, disk.begun = run.journal.status().commits, len(disk.calls)
+    run.append(group(3))
+    run.journal.advance(time.monotonic(), urgent=True)
+    assert disk.waits.wait(DEADLINE_S)
+    for order in (1, 2):
+        run.append(Dropped(order, "expired", "stale"))
+        run.journal.advance(time.monotonic(), urgent=True)
+    disk.through.release(10)
+    run.settle()
+    assert run.journal.status().commits == before + 2
+    run.journal.close()
 
 
 def test_what_went_ahead_is_in_the_log_before_a_new_one_begins(
