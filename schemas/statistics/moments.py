@@ -13,6 +13,7 @@ weighs 2^(-k/h), and an extreme value has half its distance from the mean left a
 A group that would make a moment infinite or not a number is left out and counted.
 """
 
+from collections.abc import Sequence
 from math import isfinite, sqrt
 from typing import Annotated, Final, Protocol
 
@@ -82,13 +83,41 @@ class Moments(msgspec.Struct, frozen=True, array_like=True, gc=False):
             sequences: Number of its scores.
             half_life_groups: Groups after which a sequence has half its weight; None: all weigh the same.
         """
-        if _is_sound(group, sequences):
-            mean = min(max(group.mean, group.low), group.high)
-            one = Moments(1, float(sequences), mean, group.m2, group.low, group.high)
-            found = self.faded(half_life_groups).merged(one)
-            if isfinite(found.m2):  # whatever else overflows takes it along
-                return found
-        return replace(self, left_out=self.left_out + 1)
+        return self.after_all((group,), (sequences,), half_life_groups)
+
+    def after_all(
+        self, groups: Sequence[Summary], sequences: Sequence[int], half_life_groups: float | None = None
+    ) -> "Moments":
+        """Return the moments with more groups, to the last bit those of one `after` the other.
+
+        Each group is `merged` into the `faded` moments; here in one loop, without an object for each.
+        """
+        keep = None if half_life_groups is None else 0.5 ** (1.0 / half_life_groups)
+        weight, mean, m2, low, high, left_out = (
+            self.weight, self.mean, self.m2, self.low, self.high, self.left_out,
+        )  # fmt: skip
+        for group, scores in zip(groups, sequences, strict=True):
+            if not _is_sound(group, scores):
+                left_out += 1
+                continue
+            kept = weight if keep is None else weight * keep
+            least, most, spread = group.low, group.high, group.m2
+            center, total = min(max(group.mean, least), most), float(scores)
+            if kept:
+                total += kept
+                apart, part = center - mean, scores / total
+                spread = (m2 if keep is None else m2 * keep) + spread + apart * apart * (kept * part)
+            if not isfinite(spread):  # whatever else overflows takes it along
+                left_out += 1
+                continue
+            if kept:
+                if keep is not None:
+                    low, high = mean + (low - mean) * keep, mean + (high - mean) * keep
+                least, most = min(low, least), max(high, most)
+                center = min(max(mean + apart * part, least), most)
+            weight, mean, m2, low, high = total, center, spread, least, most
+        merged = self.groups + len(groups) - (left_out - self.left_out)
+        return Moments(merged, weight, mean, m2, low, high, left_out)
 
     def merged(self, other: "Moments") -> "Moments":
         """Return the moments of both, of which no group is in the other. They may overflow; see `finite`."""

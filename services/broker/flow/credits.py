@@ -22,7 +22,7 @@ The sums of granted bytes and rollouts are kept here, in one place: `charge`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Final
 
@@ -200,6 +200,17 @@ class ByteCredits:
         session.lane.granted_bytes += nbytes - session.charged_bytes
         session.charged_starts, session.charged_bytes = starts, nbytes
 
+    def covers(self, session: ProducerSession, headers: Sequence[GroupHeader]) -> bool:
+        """Return whether the credit of a session plainly covers its next groups: then none has a `refusal`."""
+        last, largest = headers[-1], self.largest
+        end = session.window.nbytes + sum([header.nbytes for header in headers])
+        return (
+            last.position <= session.promised_bytes
+            and max(last.position, end) <= session.granted_bytes
+            and self._lanes.held_groups + len(headers) <= self._config.high_groups
+            and all([header.nbytes <= largest for header in headers])
+        )
+
     def refusal(self, session: ProducerSession, header: GroupHeader) -> str:
         """Return why credit does not cover a group, or an empty string; makes room if it must."""
         if header.nbytes > self.largest:
@@ -213,6 +224,7 @@ class ByteCredits:
             return ""
         if end > session.promised_bytes:
             return "position"
+        self.charge(session)  # groups of the same message have come
         if end - session.granted_bytes > self._claimable_room(session):
             self._claims.setdefault(session.number, RoomClaim(session, end, session.heard_at))
             return "no_room"
@@ -221,7 +233,7 @@ class ByteCredits:
         return ""
 
     def arrived(self, session: ProducerSession, now: float) -> None:
-        """Update the grants after an accepted group."""
+        """Update the grants after accepted groups."""
         session.accepted_at = now
         if self._windows.seen(session.lane.largest_bytes):
             self._excess = True

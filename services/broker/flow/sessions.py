@@ -9,7 +9,7 @@ fenced by their number alone.
 from collections.abc import Container, Iterator
 from typing import Final
 
-from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable, ErrorCode, Split
+from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable, ErrorCode, GroupHeader, Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.flow.arenas import ProducerArena
@@ -137,6 +137,10 @@ class ProducerSession:
     def touch_later(self, now: float) -> None:
         """Publish an ack soon, together with later changes."""
         self._touched.later.setdefault(self.number, (now, self))
+
+    def arena_has(self, offset: int, header: GroupHeader) -> bool:
+        """Return whether a group can lie at this offset of the session's arena."""
+        return self.arena is not None and self.arena.has(offset, header.nbytes)
 
     @property
     def evaluates(self) -> bool:
