@@ -14,8 +14,8 @@ A group that would make a moment infinite or not a number is left out and counte
 """
 
 from collections.abc import Sequence
-from math import isfinite, sqrt
-from typing import Annotated, Final, Protocol
+from math import inf, isfinite, sqrt
+from typing import Annotated, Final, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -42,6 +42,20 @@ class Summary(Protocol):
     def high(self) -> float: ...
     @property
     def m2(self) -> float: ...
+
+
+class ScoredGroup(Protocol):
+    """A group with the moments of its scores and their number; see `schemas.wire.envelope.GroupHeader`."""
+
+    @property
+    def rewards(self) -> Summary: ...
+    @property
+    def sequences(self) -> int: ...
+
+
+class _Scored(NamedTuple):
+    rewards: Summary
+    sequences: int
 
 
 class Moments(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -83,11 +97,9 @@ class Moments(msgspec.Struct, frozen=True, array_like=True, gc=False):
             sequences: Number of its scores.
             half_life_groups: Groups after which a sequence has half its weight; None: all weigh the same.
         """
-        return self.after_all((group,), (sequences,), half_life_groups)
+        return self.after_all((_Scored(group, sequences),), half_life_groups)
 
-    def after_all(
-        self, groups: Sequence[Summary], sequences: Sequence[int], half_life_groups: float | None = None
-    ) -> "Moments":
+    def after_all(self, groups: Sequence["ScoredGroup"], half_life_groups: float | None = None) -> "Moments":
         """Return the moments with more groups, to the last bit those of one `after` the other.
 
         Each group is `merged` into the `faded` moments; here in one loop, without an object for each.
@@ -96,25 +108,36 @@ class Moments(msgspec.Struct, frozen=True, array_like=True, gc=False):
         weight, mean, m2, low, high, left_out = (
             self.weight, self.mean, self.m2, self.low, self.high, self.left_out,
         )  # fmt: skip
-        for group, scores in zip(groups, sequences, strict=True):
-            if not _is_sound(group, scores):
-                left_out += 1
-                continue
+        for scored in groups:
+            group, scores = scored.rewards, scored.sequences
+            center, least, most, spread = group.mean, group.low, group.high, group.m2
+            width = most - least
+            if not (
+                scores > 0
+                and least <= center <= most
+                and 0.0 <= spread <= 0.25 * scores * width * width < inf
+            ):
+                if not _is_sound(group, scores):
+                    left_out += 1
+                    continue
+                center = min(max(center, least), most)
             kept = weight if keep is None else weight * keep
-            least, most, spread = group.low, group.high, group.m2
-            center, total = min(max(group.mean, least), most), float(scores)
+            total = scores + kept
             if kept:
-                total += kept
                 apart, part = center - mean, scores / total
                 spread = (m2 if keep is None else m2 * keep) + spread + apart * apart * (kept * part)
-            if not isfinite(spread):  # whatever else overflows takes it along
+            if not spread < inf:  # whatever else overflows takes it along
                 left_out += 1
                 continue
             if kept:
                 if keep is not None:
                     low, high = mean + (low - mean) * keep, mean + (high - mean) * keep
-                least, most = min(low, least), max(high, most)
-                center = min(max(mean + apart * part, least), most)
+                # As `min` and `max` do it, at a third of their time.
+                least = low if low <= least else least
+                most = high if high >= most else most
+                center = mean + apart * part
+                center = least if least > center else center
+                center = most if most < center else center
             weight, mean, m2, low, high = total, center, spread, least, most
         merged = self.groups + len(groups) - (left_out - self.left_out)
         return Moments(merged, weight, mean, m2, low, high, left_out)

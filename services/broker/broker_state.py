@@ -146,10 +146,10 @@ class BrokerState:
                 group.body.spare()
 
     def _trainer_demand(self) -> TrainerDemand:
-        if not any(lease.split is Split.TRAIN for lease in self.leases.steps()):
+        if not any([lease.split is Split.TRAIN for lease in self.leases.steps()]):
             if self.consumers.any_unserved:
                 return TrainerDemand.STARVED
-            held = any(split is Split.TRAIN for (_, split), _ in self.leases.windows())
+            held = any([split is Split.TRAIN for (_, split), _ in self.leases.windows()])
             if not held and self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
                 return TrainerDemand.NONE
         return TrainerDemand.CONSUMING
@@ -166,10 +166,8 @@ class BrokerState:
         self.ledger.accept(load.groups)
         if groups[0].requeued:
             return
-        rewards = [group.header.rewards for group in groups]
-        sequences = [group.header.sequences for group in groups]
-        half_life = self.config.trainer.rewards.half_life_groups
-        lane.rewards = lane.rewards.after_all(rewards, sequences, half_life)
+        headers = [group.header for group in groups]
+        lane.rewards = lane.rewards.after_all(headers, self.config.trainer.rewards.half_life_groups)
         for group in groups:
             if group.header.task:
                 self.tasks.answered(group)

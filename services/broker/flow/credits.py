@@ -194,11 +194,12 @@ class ByteCredits:
         """Update the sums to the session's present grants."""
         starts = session.starts_out if session.alive else 0
         nbytes = session.bytes_out if session.alive else 0
-        self.granted_bytes += nbytes - session.charged_bytes
-        self.granted_groups += starts - session.charged_starts
-        session.lane.granted += starts - session.charged_starts
-        session.lane.granted_bytes += nbytes - session.charged_bytes
+        more_starts, more_bytes = starts - session.charged_starts, nbytes - session.charged_bytes
         session.charged_starts, session.charged_bytes = starts, nbytes
+        self.granted_bytes += more_bytes
+        self.granted_groups += more_starts
+        session.lane.granted += more_starts
+        session.lane.granted_bytes += more_bytes
 
     def covers(self, session: ProducerSession, headers: Sequence[GroupHeader]) -> bool:
         """Return whether the credit of a session plainly covers its next groups: then none has a `refusal`."""
@@ -238,7 +239,10 @@ class ByteCredits:
         if self._windows.seen(session.lane.largest_bytes):
             self._excess = True
         self.charge(session)
-        self._grant_window(session, now, last=self.starved)
+        if self._windows.low(session):
+            self._grant_window(session, now, last=self.starved)
+        else:
+            self._credit_queue.pop(session.number, None)
 
     def open_window(self, session: ProducerSession) -> int:
         """Return how many rollouts a session may have under way without pacing."""
@@ -319,7 +323,8 @@ class ByteCredits:
         sessions.
         """
         self._serve_claims(now)
-        self._serve_queue(now, last=self.starved)
+        if self._credit_queue:
+            self._serve_queue(now, last=self.starved)
 
     def grant_all(self, now: float) -> None:
         """Reclaim idle grants for the queue, grant room to the last byte, then top up one stalled session."""
@@ -332,6 +337,8 @@ class ByteCredits:
 
     def _serve_claims(self, now: float) -> None:
         """Grant room for refused groups, the oldest first."""
+        if not self._claims:
+            return
         for claim in list(self._claims.values()):
             session = claim.session
             if claim.over(now):

@@ -48,20 +48,22 @@ class Arrived(msgspec.Struct, eq=False):
             yield Arrived(self.session, (header,), offsets, frames, self.now, self.wall)
             start = end
 
-    def bodies(self, ram: BodyMemory | None) -> Iterator[GroupBody]:
-        """Yield the body of each group; hold those in the arena."""
-        if not self.offsets:
-            start = 0
-            for header in self.headers:
-                end = start + header.frames
-                yield GroupBody(tuple(self.frames[start:end]), header.nbytes, ram)
-                start = end
-            return
-        arena, env = self.session.arena, self.session.lane.env
-        assert arena is not None, "the sender was checked"
-        for header, offset in zip(self.headers, self.offsets, strict=True):
-            slot, frames = arena.take(header.seq, offset, header.nbytes, env)
-            yield GroupBody(frames, header.nbytes, ram, slot)
+    def bodies(self, ram: BodyMemory | None) -> list[GroupBody]:
+        """Return the body of each group; hold those in the arena."""
+        bodies = []
+        if self.offsets:
+            arena, env = self.session.arena, self.session.lane.env
+            assert arena is not None, "the sender was checked"
+            for header, offset in zip(self.headers, self.offsets, strict=True):
+                slot, frames = arena.take(header.seq, offset, header.nbytes, env)
+                bodies.append(GroupBody(frames, header.nbytes, ram, slot))
+            return bodies
+        start = 0
+        for header in self.headers:
+            end = start + header.frames
+            bodies.append(GroupBody(tuple(self.frames[start:end]), header.nbytes, ram))
+            start = end
+        return bodies
 
 
 class ProducerRequests:
@@ -243,16 +245,17 @@ class ProducerRequests:
             self._state.rejected[session] += 1
             return False
         arrived = Arrived(session, envelope.groups, envelope.offsets, frames, now, wall)
-        keys = self._keys_of_clean(arrived)
+        keys = self._keys_of_clean(arrived) if len(envelope.groups) > 1 else None
         if keys is not None:
             self._accept(arrived, keys)
         accepted = keys is not None or self._accept_singly(arrived)
+        state = self._state
         if accepted:
-            self._state.credits.arrived(session, now)
-            self._state.permits_due |= self._state.permits.arrived(session)
-        if len(self._state.hops.arrived) >= GATHERED:
-            self._state.hops.gather()
-        if self._state.credits.waits(session):
+            state.credits.arrived(session, now)
+            state.permits_due |= state.permits.arrived(session)
+        if len(state.hops.arrived) >= GATHERED:
+            state.hops.gather()
+        if state.credits.waits(session):
             session.touch_later(now)
         else:
             session.touch()
@@ -264,7 +267,7 @@ class ProducerRequests:
             return "fenced" if session is ErrorCode.FENCED else "unknown_session"
         if not self._state.run.serves(envelope.run):
             return "wrong_run"
-        if (envelope.env, envelope.split) != (session.lane.env, session.lane.split):
+        if envelope.env != session.lane.env or envelope.split != session.lane.split:
             return "wrong_environment"
         if not _fits(envelope, len(frames)):
             return "frames"
@@ -292,7 +295,7 @@ class ProducerRequests:
     def _accept_singly(self, arrived: "Arrived") -> bool:
         """Accept or refuse one group after the other; return whether any was accepted."""
         accepted = False
-        for one in arrived.each():
+        for one in arrived.each() if len(arrived.headers) > 1 else (arrived,):
             refusal = self._refusal(one)
             if refusal:
                 self._state.rejected[refusal] += 1
@@ -321,6 +324,8 @@ class ProducerRequests:
         session.window.accept(header.seq, header.position, header.nbytes)
         state.events.add(Skipped(session.number, header.seq, header.position, header.nbytes, header.group_id))
         state.rejected["duplicate"] += 1
+        state.permits.note(session.lane)  # its rollout is over, and nothing more is queued
+        state.permits_due = True
 
     def _accept(self, arrived: "Arrived", keys: Sequence[int]) -> None:
         """Accept new groups: one of any place in the window, or several that are the next ones."""
@@ -335,7 +340,10 @@ class ProducerRequests:
             state.produced.add(load.sequences, arrived.now)
         last = groups[-1]
         state.newest[lane.env] = last, last.body.frames
-        if any([header.sequences != lane.group_size for header in arrived.headers]):
+        usual = lane.group_size
+        if load.sequences != usual * load.groups or any(
+            [one.sequences != usual for one in arrived.headers[1:]]
+        ):
             state.permits.note(lane)
             state.permits_due = True
 
@@ -376,7 +384,7 @@ def _fits(envelope: Envelope, frames: int) -> bool:
     """Return whether the frames after an envelope are the ones it announces."""
     if envelope.offsets:
         return not frames and len(envelope.offsets) == len(envelope.groups)
-    return sum(header.frames for header in envelope.groups) == frames
+    return sum([header.frames for header in envelope.groups]) == frames
 
 
 def _opened(session: ProducerSession, request: RegisterProducer) -> Opened:

@@ -6,6 +6,7 @@ accepted once: as long as it exists, and after its end as long as its identity i
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
@@ -22,11 +23,16 @@ def identity(env: str, split: Split, header: GroupHeader) -> int:
 
 def identities(env: str, split: Split, headers: Iterable[GroupHeader]) -> list[int]:
     """Return the `identity` of each group of one environment and split."""
-    lane, number = f"{env}\0{int(split)}", int.from_bytes
+    lane, number = _lane_name(env, split), int.from_bytes
     return [
-        number(blake2b(f"{lane}\0{one.nbytes}\0{one.crc}\0{one.group_id}".encode(), digest_size=8).digest())
+        number(blake2b(f"{lane}{one.nbytes}\0{one.crc}\0{one.group_id}".encode(), digest_size=8).digest())
         for one in headers
     ]
+
+
+@lru_cache(maxsize=1024)
+def _lane_name(env: str, split: Split) -> str:
+    return f"{env}\0{split.value}\0"
 
 
 class Groups:

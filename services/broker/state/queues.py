@@ -193,31 +193,36 @@ class Lane:
         self.accepted_sequences += load.sequences
         self.arrived_at = now
         self.arrivals.add(load.groups, now)
-        rollout_s, largest = self.rollout_s, 0
+        rollout_s, largest, size = self.rollout_s, 0, groups[0].header.sequences
+        alike = True
         for group in groups:
             header = group.header
             if header.nbytes > largest:
                 largest = header.nbytes
+            if header.sequences != size or group.failures:
+                alike = False
             took_s = header.finished_at - header.started_at
             if header.started_at and 0.0 <= took_s <= LONGEST_S:
                 rollout_s += (took_s - rollout_s) * (NEW_PART if rollout_s else 1.0)
         self.rollout_s = rollout_s
-        self.note_size(largest)
-        if load.groups > 1 and self._in_turn(groups):
-            self._queue(groups[0].header.sequences).extend(groups)
-            self.queued.grow(load)
+        if largest > self.largest_bytes:
+            self.note_size(largest)
+        if alike and self._in_turn(groups, queue := self.sizes.get(size)):
+            (self._queue(size) if queue is None else queue).extend(groups)
+            self.queued.count(load)
         else:
             for group in groups:
                 self.append(group)
 
-    def _in_turn(self, groups: Sequence[StoredGroup]) -> bool:
-        """Return whether groups of one size, without suspects, follow each other and the queue of their size."""
-        sizes = [group.header.sequences for group in groups]
-        if sizes.count(sizes[0]) < len(sizes) or any([group.failures for group in groups]):
+    def _in_turn(self, groups: Sequence[StoredGroup], queue: deque[StoredGroup] | None) -> bool:
+        """Return whether new groups of one size follow each other, and the last one in the queue of their size."""
+        key = self._key
+        if queue is not None and key(queue[-1]) > key(groups[0]):
             return False
-        keys = [self._key(group) for group in groups]
-        queue = self.sizes.get(sizes[0])
-        return sorted(keys) == keys and not (queue and self._key(queue[-1]) > keys[0])
+        if len(groups) == 1:
+            return True
+        keys = [key(group) for group in groups]
+        return sorted(keys) == keys
 
     def note_size(self, nbytes: int) -> None:
         """Note the size of a group in bytes."""
@@ -476,6 +481,10 @@ class Lanes:
     def of_split(self, split: Split) -> SplitQueue[Lane]:
         """Return the lanes of a split and their totals."""
         return self._splits[split]
+
+    def versions(self) -> tuple[int, ...]:
+        """Return the versions of all splits: they change with each weight, minimum share and connection."""
+        return tuple([queue.version for queue in self._splits.values()])
 
     def accept(self, lane: Lane, groups: Sequence[StoredGroup], load: Load, now: float) -> None:
         """Queue new groups of a lane and give them their orders; `load` is theirs."""

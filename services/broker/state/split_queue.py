@@ -54,14 +54,14 @@ class Load:
             load.nbytes = sum([header.nbytes for header in headers])
         return load
 
-    def grow(self, load: "Load") -> None:
-        """Count some groups in."""
-        self.groups += load.groups
-        self.sequences += load.sequences
-        self.tokens += load.tokens
-        self.nbytes += load.nbytes
+    def count(self, groups: "Load", sign: int = 1) -> None:
+        """Count groups together in, or out with `sign` -1."""
+        self.groups += sign * groups.groups
+        self.sequences += sign * groups.sequences
+        self.tokens += sign * groups.tokens
+        self.nbytes += sign * groups.nbytes
         if self._total is not None:
-            self._total.grow(load)
+            self._total.count(groups, sign)
 
     def as_tuple(self) -> tuple[int, int, int, int]:
         return self.groups, self.sequences, self.tokens, self.nbytes
