@@ -1,7 +1,7 @@
 """The broker's state: the parts of the core, made once and shared by the request handlers."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rolloutmq.schemas.config.live_settings import split
@@ -35,6 +35,7 @@ from rolloutmq.services.broker.state.ledger import Ledger
 from rolloutmq.services.broker.state.queues import Lane, Lanes
 from rolloutmq.services.broker.state.rates import Rate
 from rolloutmq.services.broker.state.restart_orders import RestartOrders
+from rolloutmq.services.broker.state.split_queue import Load
 from rolloutmq.services.broker.state.tasks import Tasks
 from rolloutmq.services.broker.state.workers import Workers
 
@@ -145,10 +146,10 @@ class BrokerState:
                 group.body.spare()
 
     def _trainer_demand(self) -> TrainerDemand:
-        if not any(lease.split is Split.TRAIN for lease in self.leases.steps()):
+        if not any([lease.split is Split.TRAIN for lease in self.leases.steps()]):
             if self.consumers.any_unserved:
                 return TrainerDemand.STARVED
-            held = any(split is Split.TRAIN for (_, split), _ in self.leases.windows())
+            held = any([split is Split.TRAIN for (_, split), _ in self.leases.windows()])
             if not held and self.lanes.queued_sequences(Split.TRAIN) >= self.run.batch_sequences:
                 return TrainerDemand.NONE
         return TrainerDemand.CONSUMING
@@ -159,15 +160,17 @@ class BrokerState:
         if newest is not None and newest[1] is frames:
             self.newest[slot.env] = newest[0], tuple(map(bytes, frames))
 
-    def admit(self, group: StoredGroup, lane: Lane, now: float) -> None:
-        """Count a new group and queue it."""
-        self.lanes.accept(lane, group, now)
-        self.ledger.accept()
-        if not group.requeued:
-            header, half_life = group.header, self.config.trainer.rewards.half_life_groups
-            lane.rewards = lane.rewards.after(header.rewards, header.sequences, half_life)
-        if group.header.task and not group.requeued:
-            self.tasks.answered(group)
+    def admit(self, groups: Sequence[StoredGroup], load: Load, lane: Lane, now: float) -> None:
+        """Count new groups of a lane and queue them; `load` is theirs. Either all of them were requeued, or none."""
+        self.lanes.accept(lane, groups, load, now)
+        self.ledger.accept(load.groups)
+        if groups[0].requeued:
+            return
+        headers = [group.header for group in groups]
+        lane.rewards = lane.rewards.after_all(headers, self.config.trainer.rewards.half_life_groups)
+        for group in groups:
+            if group.header.task:
+                self.tasks.answered(group)
 
     @property
     def reply_wait(self) -> str:

@@ -227,7 +227,8 @@ class BrokerCore:
             state.permits.pace_urgent(now)
         state.permits_due = False
         self._publish_acks(now)
-        self._publish_pressure(now, wall)
+        if now >= self._pressure_due:
+            self._publish_pressure(now, wall)
         if state.hops.ungathered >= GATHERED:
             state.hops.gather()
         if now >= self._latency_due:
@@ -238,15 +239,14 @@ class BrokerCore:
     def _publish_acks(self, now: float) -> None:
         state = self._state
         for session in state.ack_schedule.due(now):
-            state.outbox.publish(topics.ack(session.producer), state.ack_schedule.of(session))
+            state.outbox.publish(session.topic, state.ack_schedule.of(session))
         for drain in state.workers.due(now, self._ack_s):
             state.outbox.publish(topics.control(drain.worker), drain)
 
     def _publish_pressure(self, now: float, wall: float) -> None:
-        if now >= self._pressure_due:
-            self._pressure_due = now + self._pressure_s
-            self._pressure = Publish(topics.PRESSURE, self._status.pressure(now, wall))
-            self._state.outbox.publish(self._pressure.topic, self._pressure.message)
+        self._pressure_due = now + self._pressure_s
+        self._pressure = Publish(topics.PRESSURE, self._status.pressure(now, wall))
+        self._state.outbox.publish(self._pressure.topic, self._pressure.message)
 
     def _publish_latencies(self, wall: float) -> None:
         for sample in self._state.hops.samples(wall):
@@ -260,7 +260,7 @@ class BrokerCore:
     def next_deadline(self, now: float) -> float:
         """Return the monotonic time of the next `tick`; at most `now` if one is due."""
         state = self._state
-        if state.permits_due:
+        if state.permits_due or state.sessions.touched.now:
             return now
         return min(
             state.ack_schedule.next_due(),
@@ -278,10 +278,8 @@ class BrokerCore:
         found: list[Action] = []
         if self._pressure is not None and topics.PRESSURE.startswith(topic):
             found.append(self._pressure)
-        for session in state.sessions:
-            name = topics.ack(session.producer)
-            if session.alive and name.startswith(topic):
-                found.append(Publish(name, state.ack_schedule.of(session)))
+        acked = [one for one in state.sessions if one.alive and one.topic.startswith(topic)]
+        found.extend(Publish(session.topic, state.ack_schedule.of(session)) for session in acked)
         for drain in state.workers.drains():
             name = topics.control(drain.worker)
             if name.startswith(topic):

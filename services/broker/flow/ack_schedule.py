@@ -8,7 +8,8 @@ A producer that was silent for most of `silence_s` gets no repetition. If it liv
 time.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable
 from typing import Final
 
 from rolloutmq.schemas.config.broker import BrokerConfig
@@ -78,20 +79,24 @@ class AckSchedule:
         if session.number not in self._ring:
             self._note_sent(session, now)
 
-    def due(self, now: float) -> Iterator[ProducerSession]:
-        """Yield the sessions to ack now, each once."""
-        for session in self._sessions.touched.take(now, self._gather_s):
-            if session.alive:
-                self._note_sent(session, now)
-                yield session
-        while self._ring and self.next_repeat() <= now:
+    def due(self, now: float) -> list[ProducerSession]:
+        """Return the sessions to ack now, each once."""
+        due: list[ProducerSession] = []
+        touched = self._sessions.touched
+        if touched:
+            for session in touched.take(now, self._gather_s):
+                if session.alive:
+                    self._note_sent(session, now)
+                    due.append(session)
+        while self.next_repeat() <= now:
             session = next(iter(self._ring.values()))
             if not session.alive:
                 del self._ring[session.number]
                 continue
             self._note_sent(session, now)
             if now - session.heard_at < self._quiet_s:
-                yield session
+                due.append(session)
+        return due
 
     def _note_sent(self, session: ProducerSession, now: float) -> None:
         session.acked_at = now
@@ -100,9 +105,9 @@ class AckSchedule:
 
     def next_repeat(self) -> float:
         """Return when the next repetition is due."""
-        if not self._ring:
-            return float("inf")
-        return next(iter(self._ring.values())).acked_at + max(self._interval_s, self._spread_s)
+        for oldest in self._ring.values():
+            return oldest.acked_at + max(self._interval_s, self._spread_s)
+        return math.inf
 
     @property
     def _spread_s(self) -> float:
@@ -115,7 +120,8 @@ class AckSchedule:
 
     def next_due(self) -> float:
         """Return when `due` has something to yield; 0 for at once."""
-        return min(self._sessions.touched.next_due(self._gather_s), self.next_repeat())
+        touched = self._sessions.touched
+        return min(touched.next_due(self._gather_s), self.next_repeat()) if touched else self.next_repeat()
 
     def clear(self) -> None:
         """Forget the schedule."""

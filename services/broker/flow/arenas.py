@@ -13,6 +13,8 @@ import resource
 from collections.abc import Callable, Container
 from typing import Final, Protocol
 
+import msgspec
+
 from rolloutmq.schemas.errors import SegmentGoneError
 from rolloutmq.schemas.wire.envelope import ArenaRef
 from rolloutmq.services.broker.flow.sequence_window import SequenceWindow
@@ -47,19 +49,19 @@ OpenArena = Callable[[ArenaRef], ArenaMapping]
 """Opens an arena; SegmentGoneError if it cannot be read."""
 
 
-class ArenaSlot:
-    """The slot of one group in an arena."""
+class ArenaSlot(msgspec.Struct, eq=False):
+    """The slot of one group in an arena.
 
-    __slots__ = ("arena", "body", "env", "nbytes", "offset", "seq")
+    Attributes:
+        body: The body in this slot; None when the slot is free.
+    """
 
-    def __init__(self, arena: "ProducerArena", seq: int, offset: int, nbytes: int, env: str) -> None:
-        self.arena = arena
-        self.seq = seq
-        self.offset = offset
-        self.nbytes = nbytes
-        self.env = env
-        self.body: GroupBody | None = None
-        """The body in this slot; None when the slot is free."""
+    arena: "ProducerArena"
+    seq: int
+    offset: int
+    nbytes: int
+    env: str
+    body: GroupBody | None = None
 
     def free(self, frames: Frames) -> None:
         """Return the slot to the producer; `frames` are the views of it that readers may still have."""

@@ -55,8 +55,8 @@ class CreditWindows:
     def __init__(self, config: BrokerConfig, live: Sized, of_lane: Mapping[Lane, Sized]) -> None:
         self._live = live
         self._of_lane = of_lane
-        self._windows: dict[Lane, tuple[int, int]] = {}
-        """The largest group of each lane, and the window computed from it."""
+        self._windows: dict[Lane, tuple[int, int, int]] = {}
+        """The largest group of each lane, and the window and the least worth an ack computed from it."""
         self.largest = 1
         self._seen = 0
         self.adopt(config)
@@ -97,11 +97,15 @@ class CreditWindows:
 
     def window(self, lane: Lane) -> int:
         """Return the bytes a producer of a lane should be able to send without waiting."""
-        largest, window = self._windows.get(lane, (-1, 0))
-        if largest != lane.largest_bytes:
+        return self._of(lane)[1]
+
+    def _of(self, lane: Lane) -> tuple[int, int, int]:
+        """Return the largest group, the window, and the least worth an ack."""
+        found = self._windows.get(lane)
+        if found is None or found[0] != lane.largest_bytes:
             window = self._window(lane)
-            self._windows[lane] = lane.largest_bytes, window
-        return window
+            found = self._windows[lane] = lane.largest_bytes, window, _worth(window, lane.largest_bytes)
+        return found
 
     def _window(self, lane: Lane) -> int:
         share = (self._high_bytes - self.spare - self.drains) // (2 * max(1, len(self._live)))
@@ -113,15 +117,13 @@ class CreditWindows:
 
     def worth(self, lane: Lane) -> int:
         """Return the least bytes worth an ack: the groups of one message, or half a window."""
-        window, largest = self.window(lane), lane.largest_bytes
-        pack = min(window // 2, PACK_GROUPS * largest)
-        return max(window // WORTH_PART, pack, min(window, WORTH_GROUPS * largest))
+        return self._of(lane)[2]
 
     def low(self, session: ProducerSession) -> bool:
         """Return whether filling a session's window is worth an ack, or is needed for its next group."""
-        lane, left = session.lane, session.bytes_out
-        window = self.window(lane)
-        return left < min(window, lane.largest_bytes) or window - left >= max(1, self.worth(lane))
+        largest, window, worth = self._of(session.lane)
+        left = session.bytes_out
+        return left < min(window, largest) or window - left >= max(1, worth)
 
     def due(self, session: ProducerSession, *, queued: bool) -> int:
         """Return the bytes a stalled session should be able to send.
@@ -143,3 +145,8 @@ class CreditWindows:
         """Return the largest size of a session's next group."""
         mark = session.lane.rule.high_bytes
         return min(self.largest, mark) if mark and not session.draining else self.largest
+
+
+def _worth(window: int, largest: int) -> int:
+    pack = min(window // 2, PACK_GROUPS * largest)
+    return max(window // WORTH_PART, pack, min(window, WORTH_GROUPS * largest))

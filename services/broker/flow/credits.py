@@ -22,7 +22,7 @@ The sums of granted bytes and rollouts are kept here, in one place: `charge`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Final
 
@@ -194,11 +194,23 @@ class ByteCredits:
         """Update the sums to the session's present grants."""
         starts = session.starts_out if session.alive else 0
         nbytes = session.bytes_out if session.alive else 0
-        self.granted_bytes += nbytes - session.charged_bytes
-        self.granted_groups += starts - session.charged_starts
-        session.lane.granted += starts - session.charged_starts
-        session.lane.granted_bytes += nbytes - session.charged_bytes
+        more_starts, more_bytes = starts - session.charged_starts, nbytes - session.charged_bytes
         session.charged_starts, session.charged_bytes = starts, nbytes
+        self.granted_bytes += more_bytes
+        self.granted_groups += more_starts
+        session.lane.granted += more_starts
+        session.lane.granted_bytes += more_bytes
+
+    def covers(self, session: ProducerSession, headers: Sequence[GroupHeader]) -> bool:
+        """Return whether the credit of a session plainly covers its next groups: then none has a `refusal`."""
+        last, largest = headers[-1], self.largest
+        end = session.window.nbytes + sum([header.nbytes for header in headers])
+        return (
+            last.position <= session.promised_bytes
+            and max(last.position, end) <= session.granted_bytes
+            and self._lanes.held_groups + len(headers) <= self._config.high_groups
+            and all([header.nbytes <= largest for header in headers])
+        )
 
     def refusal(self, session: ProducerSession, header: GroupHeader) -> str:
         """Return why credit does not cover a group, or an empty string; makes room if it must."""
@@ -213,6 +225,7 @@ class ByteCredits:
             return ""
         if end > session.promised_bytes:
             return "position"
+        self.charge(session)  # groups of the same message have come
         if end - session.granted_bytes > self._claimable_room(session):
             self._claims.setdefault(session.number, RoomClaim(session, end, session.heard_at))
             return "no_room"
@@ -221,12 +234,15 @@ class ByteCredits:
         return ""
 
     def arrived(self, session: ProducerSession, now: float) -> None:
-        """Update the grants after an accepted group."""
+        """Update the grants after accepted groups."""
         session.accepted_at = now
         if self._windows.seen(session.lane.largest_bytes):
             self._excess = True
         self.charge(session)
-        self._grant_window(session, now, last=self.starved)
+        if self._windows.low(session):
+            self._grant_window(session, now, last=self.starved)
+        else:
+            self._credit_queue.pop(session.number, None)
 
     def open_window(self, session: ProducerSession) -> int:
         """Return how many rollouts a session may have under way without pacing."""
@@ -307,7 +323,8 @@ class ByteCredits:
         sessions.
         """
         self._serve_claims(now)
-        self._serve_queue(now, last=self.starved)
+        if self._credit_queue:
+            self._serve_queue(now, last=self.starved)
 
     def grant_all(self, now: float) -> None:
         """Reclaim idle grants for the queue, grant room to the last byte, then top up one stalled session."""
@@ -320,6 +337,8 @@ class ByteCredits:
 
     def _serve_claims(self, now: float) -> None:
         """Grant room for refused groups, the oldest first."""
+        if not self._claims:
+            return
         for claim in list(self._claims.values()):
             session = claim.session
             if claim.over(now):

@@ -43,6 +43,8 @@ class RolloutPermits:
         """Lanes without pacing whose producers have fewer permits than due: the marks left no more."""
         self._due: set[Lane] = set()
         """Lanes that may have more permits than when they were paced."""
+        self._used_up: set[Lane] = set()
+        """Lanes with pacing that had all their permits when they were paced: an arriving group frees none."""
         self._paced_for: object = None
         """What all shares depend on, at the last `pace_all`."""
         self._active: dict[Split, _ActiveLanes] = {}
@@ -51,6 +53,7 @@ class RolloutPermits:
         """Grant permits in every lane."""
         self.behind = False
         self._short.clear()
+        self._used_up.clear()
         self._paced_for = self._conditions()
         self._active = {split: self._active_lanes(split, now) for split in Split}
         self._take_due()
@@ -90,7 +93,7 @@ class RolloutPermits:
         return due
 
     def _conditions(self) -> object:
-        versions = tuple(self._lanes.of_split(split).version for split in Split)
+        versions = self._lanes.versions()
         return self.batch_sequences, self.batch_tokens, self.stalled, self._silent_env_s, versions
 
     def _active_lanes(self, split: Split, now: float) -> "_ActiveLanes":
@@ -104,6 +107,7 @@ class RolloutPermits:
         """Forget all lanes."""
         self._short.clear()
         self._due.clear()
+        self._used_up.clear()
         self._active.clear()
         self._paced_for = None
 
@@ -117,12 +121,17 @@ class RolloutPermits:
     def _pace(self, lane: Lane, share: float, now: float) -> None:
         sessions = self._credits.producers(lane)
         open_ = [session for session in sessions if session.begins]
-        free, reason = self._free(lane, share)
+        left, reason = self._free(lane, share)
         room, full = self._credits.starts(lane)
+        free = left
         if room < free or not lane.rule.pacing:
             free, reason = min(free, room), full if not self.stalled else reason
         self._short.discard(lane)
-        self._grant(open_, free, paced=lane.rule.pacing)
+        left -= self._grant(open_, free, paced=lane.rule.pacing)
+        if left <= 0 and lane.rule.pacing and not self.batch_tokens:
+            self._used_up.add(lane)
+        else:
+            self._used_up.discard(lane)
         # Without pacing a window is refilled when half of it is used: a session with less than all need not wait.
         held_back = lane.rule.pacing or lane in self._short
         idle = self._lacks_tasks(lane, sessions)
@@ -163,21 +172,27 @@ class RolloutPermits:
         """Note an accepted group; return whether its lane should be paced again soon.
 
         A half-empty window is refilled before it closes: at once without pacing, where it takes no counting, and at
-        the next `pace_all` with pacing, once for all arrivals in the meantime.
+        the next `pace_all` with pacing, once for all arrivals in the meantime. A lane that has all its permits gets
+        none back from an arrival: the group is queued instead. Its producers know why they wait.
         """
-        paced = session.lane.rule.pacing
+        lane = session.lane
+        paced = lane.rule.pacing
         window = session.slots if paced else self._credits.open_window(session)
-        if not session.begins or session.starts_out * 2 > window:
+        if session.starts_out * 2 > window or not session.begins:
+            return False
+        if paced and lane in self._used_up and session.wait is not Wait.NONE:
+            self.behind = True
             return False
         if not paced and not self.stalled:
-            self._grant([session], self._credits.starts(session.lane)[0], paced=False)
+            self._grant([session], self._credits.starts(lane)[0], paced=False)
         if paced:
-            self._due.add(session.lane)
+            self._due.add(lane)
         return paced
 
-    def _grant(self, sessions: Iterable[ProducerSession], free: int, *, paced: bool) -> None:
-        """Grant one rollout at a time to the session with the fewest, within its limit."""
+    def _grant(self, sessions: Iterable[ProducerSession], free: int, *, paced: bool) -> int:
+        """Grant one rollout at a time to the session with the fewest, within its limit; return how many."""
         heap = []
+        granted = 0
         for session in sessions:
             limit = session.slots if paced else self._credits.open_window(session)
             out = session.starts_out
@@ -191,6 +206,7 @@ class RolloutPermits:
             session.start_limit = max(session.start_limit, session.used) + more
             given[number] = session
             free -= more
+            granted += more
             if out + more < limit:
                 heapreplace(heap, (out + more, number, limit, session))
             else:
@@ -200,6 +216,7 @@ class RolloutPermits:
         for session in given.values():
             self._credits.charge(session)
             session.touch()
+        return granted
 
 
 class _ActiveLanes:

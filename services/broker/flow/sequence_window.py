@@ -5,6 +5,7 @@ one; groups beyond are refused, and their producer still has them. Positions mus
 are positions.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rolloutmq.schemas.wire.envelope import GroupHeader
@@ -54,6 +55,27 @@ class SequenceWindow:
         if header.position < least or (not missing and header.position != least):
             return "position"
         return ""
+
+    def is_next(self, headers: Sequence[GroupHeader]) -> bool:
+        """Return whether these are exactly the next groups, so that none of them has a `refusal`."""
+        seq, position = self.cumulative, self._position
+        for header in headers:
+            seq += 1
+            position += header.nbytes
+            if header.seq != seq or header.position != position:
+                return False
+        return not self._above
+
+    def accept_all(self, headers: Sequence[GroupHeader], nbytes: int) -> None:
+        """Remember one group without a `refusal`, or several that are the next ones; `nbytes` together."""
+        if len(headers) == 1:
+            (header,) = headers
+            self.accept(header.seq, header.position, nbytes)
+            return
+        self.accepted += len(headers)
+        self.nbytes += nbytes
+        self.cumulative += len(headers)
+        self._position += nbytes
 
     def accept(self, seq: int, position: int, nbytes: int) -> None:
         """Remember a group without a `refusal`."""

@@ -9,7 +9,8 @@ fenced by their number alone.
 from collections.abc import Container, Iterator
 from typing import Final
 
-from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable, ErrorCode, Split
+from rolloutmq.bus.encoding import topics
+from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable, ErrorCode, GroupHeader, Split
 from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.flow.arenas import ProducerArena
@@ -42,12 +43,17 @@ class Touched:
         self.now: dict[int, ProducerSession] = {}
         self.later: dict[int, tuple[float, ProducerSession]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self.now or self.later)
+
     def take(self, now: float, gather_s: float) -> "list[ProducerSession]":
         """Remove and return the sessions whose ack is due: at once, or after waiting for `gather_s`."""
-        for session in self.now.values():
-            self.later.pop(session.number, None)
         due = list(self.now.values())
         self.now.clear()
+        if not self.later:
+            return due
+        for session in due:
+            self.later.pop(session.number, None)
         while self.later and (first := next(iter(self.later.values())))[0] + gather_s <= now:
             due.append(self.later.pop(first[1].number)[1])
         return due
@@ -76,6 +82,7 @@ class ProducerSession:
         charged_starts, charged_bytes: Its part of the sums in `ByteCredits`.
         produced: Groups it reports as finished.
         takes: Its requests that wait for a task.
+        topic: The topic of its acks.
         key: Of the last registration; empty after a restart of the broker.
         arena: Memory its groups may lie in; `arena_ref` is the producer's address of it.
     """
@@ -84,7 +91,7 @@ class ProducerSession:
         "_later", "_touched", "abandoned", "accepted_at", "acked_at", "alive", "arena", "arena_ref", "charged_bytes",
         "charged_starts", "closed", "draining", "granted_at", "granted_bytes", "heard_at", "host", "key", "lane",
         "number", "paused", "pid", "produced", "produced_before", "producer", "promised_bytes", "slots",
-        "start_limit", "tables", "takes", "topped_at", "wait", "window",
+        "start_limit", "tables", "takes", "topic", "topped_at", "wait", "window",
         "without_arena",
     )  # fmt: skip
 
@@ -99,6 +106,7 @@ class ProducerSession:
         self.number = number
         self._touched = touched
         self.producer = request.producer
+        self.topic = topics.ack(request.producer)
         self.lane = lane
         self.slots = request.slots
         self.pid = request.pid
@@ -138,6 +146,10 @@ class ProducerSession:
         """Publish an ack soon, together with later changes."""
         self._touched.later.setdefault(self.number, (now, self))
 
+    def arena_has(self, offset: int, header: GroupHeader) -> bool:
+        """Return whether a group can lie at this offset of the session's arena."""
+        return self.arena is not None and self.arena.has(offset, header.nbytes)
+
     @property
     def evaluates(self) -> bool:
         """Whether its groups are for evaluation: no trainer consumes them."""
@@ -156,7 +168,7 @@ class ProducerSession:
     @property
     def starts_out(self) -> int:
         """Rollouts it may start or has under way."""
-        return max(0, self.start_limit - self.used)
+        return max(0, self.start_limit - self.window.accepted - self.abandoned)
 
     @property
     def bytes_out(self) -> int:

@@ -3,6 +3,8 @@
 An accepted group stands for its own event, since only the commit thread knows the address it gets on disk.
 """
 
+from collections.abc import Sequence
+
 from rolloutmq.services.broker.journal.format.events import Event, GroupSnapshot
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
 
@@ -21,6 +23,10 @@ class EventBuffer:
     def add(self, entry: Entry) -> None:
         if self.recording:
             self._entries.append(entry)
+
+    def extend(self, entries: Sequence[Entry]) -> None:
+        if self.recording:
+            self._entries += entries
 
     def take(self) -> list[Entry]:
         """Return the gathered events and start anew."""

@@ -64,38 +64,31 @@ class BodyMemory:
         return self.used_bytes > self.budget_bytes
 
 
-class GroupBody:
+class GroupBody(msgspec.Struct, eq=False):
     """One group's frames.
 
     Attributes:
         nbytes: Bytes of the frames together.
-        place: Their segment and offset on disk; None until they are written, and always at durability `memory`.
         slot: Their slot in an arena; None outside of one.
+        place: Their segment and offset on disk; None until they are written, and always at durability `memory`.
         shown: A consumer has the address of the slot: it is kept although memory is short.
     """
 
-    __slots__ = ("_counted", "_frames", "_leaving", "_ram", "_released", "nbytes", "place", "shown", "slot")
+    _frames: Frames | None
+    nbytes: int
+    _ram: BodyMemory | None = None
+    slot: ArenaFrames | None = None
+    place: tuple[Source, int] | None = None
+    shown: bool = False
+    _leaving: bool = False
+    _counted: bool = False
+    _released: bool = False
 
-    def __init__(
-        self,
-        frames: Frames | None,
-        nbytes: int,
-        ram: BodyMemory | None = None,
-        slot: ArenaFrames | None = None,
-    ) -> None:
-        self.nbytes = nbytes
-        self.slot = slot
-        self.shown = False
-        self._leaving = False
-        if slot is not None:
-            slot.body = self
-        self.place: tuple[Source, int] | None = None
-        self._frames = frames
-        self._ram = ram
-        self._counted = False
-        self._released = False
-        if ram is not None and frames is not None:
-            ram.used_bytes += nbytes
+    def __post_init__(self) -> None:
+        if self.slot is not None:
+            self.slot.body = self
+        if self._ram is not None and self._frames is not None:
+            self._ram.used_bytes += self.nbytes
 
     @classmethod
     def stored(cls, source: Source, offset: int, nbytes: int, ram: BodyMemory) -> "GroupBody":
@@ -205,7 +198,7 @@ def _copied(frames: Frames) -> Frames:
     return tuple(map(bytes, frames))
 
 
-class StoredGroup(msgspec.Struct, kw_only=True, eq=False):
+class StoredGroup(msgspec.Struct, eq=False):
     """One accepted group, from its acceptance until its checkpoint.
 
     Attributes:

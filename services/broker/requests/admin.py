@@ -39,6 +39,7 @@ from rolloutmq.services.broker.requests.live_settings import LiveSettings
 from rolloutmq.services.broker.requests.producers import ProducerRequests
 from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT
 from rolloutmq.services.broker.state.groups import identity
+from rolloutmq.services.broker.state.split_queue import Load
 
 _JOINED_ENGINE: Final = "inference."
 """Begin of the name of an engine of another host, which its own command holds."""
@@ -208,7 +209,8 @@ class AdminRequests:
         group.order = group.failures = group.deliveries = 0
         group.requeued = True
         group.accepted_at, group.accepted_wall = now, wall
-        state.admit(group, state.lanes.open(group.env, group.split, now), now)
+        lane = state.lanes.open(group.env, group.split, now)
+        state.admit([group], Load.of([group.header]), lane, now)
         state.events.add(group)
         return ""
 

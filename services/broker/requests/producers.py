@@ -5,25 +5,65 @@ a declared table. Every other message is counted by reason and changes nothing f
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
+
+import msgspec
 
 from rolloutmq.schemas.wire.envelope import ArenaRef, Envelope, ErrorCode, GroupHeader, Split
 from rolloutmq.schemas.wire.replies import Ack, ErrorReply, Ok, Registered
 from rolloutmq.schemas.wire.requests import DeclareTables, Goodbye, RegisterProducer, Sync
 from rolloutmq.services.broker.broker_state import BrokerState, of_another_run, refuse
-from rolloutmq.services.broker.flow.arenas import ArenaSlot, ProducerArena
+from rolloutmq.services.broker.flow.arenas import ProducerArena
 from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
 from rolloutmq.services.broker.flow.sessions import TABLES_LIMIT, ProducerSession
 from rolloutmq.services.broker.journal.format.events import Declared, Opened, Produced, Skipped, Told
-from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
+from rolloutmq.services.broker.journal.stored_group import BodyMemory, GroupBody, StoredGroup
 from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT, Vacancies
 from rolloutmq.services.broker.state.group_hops import GATHERED
-from rolloutmq.services.broker.state.groups import identity
+from rolloutmq.services.broker.state.groups import identities
 from rolloutmq.services.broker.state.queues import Lane
+from rolloutmq.services.broker.state.split_queue import Load
 
 BEGUN_LIMIT: Final = 1 << 40
 """Most rollouts one session can have started; no process lives that long."""
+
+
+class Arrived(msgspec.Struct, eq=False):
+    """Groups of one message, each with its offset in the arena or with its frames."""
+
+    session: ProducerSession
+    headers: Sequence[GroupHeader]
+    offsets: Sequence[int]
+    frames: Sequence[Any]
+    now: float
+    wall: float
+
+    def each(self) -> Iterator["Arrived"]:
+        """Yield each group as a message of its own."""
+        start = 0
+        for index, header in enumerate(self.headers):
+            end = start if self.offsets else start + header.frames
+            offsets, frames = self.offsets[index : index + 1], self.frames[start:end]
+            yield Arrived(self.session, (header,), offsets, frames, self.now, self.wall)
+            start = end
+
+    def bodies(self, ram: BodyMemory | None) -> list[GroupBody]:
+        """Return the body of each group; hold those in the arena."""
+        bodies = []
+        if self.offsets:
+            arena, env = self.session.arena, self.session.lane.env
+            assert arena is not None, "the sender was checked"
+            for header, offset in zip(self.headers, self.offsets, strict=True):
+                slot, frames = arena.take(header.seq, offset, header.nbytes, env)
+                bodies.append(GroupBody(frames, header.nbytes, ram, slot))
+            return bodies
+        start = 0
+        for header in self.headers:
+            end = start + header.frames
+            bodies.append(GroupBody(tuple(self.frames[start:end]), header.nbytes, ram))
+            start = end
+        return bodies
 
 
 class ProducerRequests:
@@ -195,26 +235,27 @@ class ProducerRequests:
             self._state.ack_schedule.schedule(session, now)
 
     def ingest(self, envelope: Envelope, frames: Sequence[Any], now: float, wall: float) -> bool:
-        """Accept the groups of one message; return whether any was accepted."""
+        """Accept the groups of one message; return whether any was accepted.
+
+        Groups that plainly follow the accepted ones are accepted together, all others one by one. Credit and permits
+        are granted again once, after the last.
+        """
         session = self._sender(envelope, frames, now)
         if isinstance(session, str):
             self._state.rejected[session] += 1
             return False
-        accepted = False
-        start = 0
-        for index, header in enumerate(envelope.groups):
-            offset = envelope.offsets[index] if envelope.offsets else None
-            end = start if envelope.offsets else start + header.frames
-            refusal = self._refusal(session, header, offset)
-            if not refusal:
-                self._accept(session, header, offset, tuple(frames[start:end]), now, wall)
-                accepted = True
-            else:
-                self._state.rejected[refusal] += 1
-            start = end
-        if len(self._state.hops.arrived) >= GATHERED:
-            self._state.hops.gather()
-        if self._state.credits.waits(session):
+        arrived = Arrived(session, envelope.groups, envelope.offsets, frames, now, wall)
+        keys = self._keys_of_clean(arrived) if len(envelope.groups) > 1 else None
+        if keys is not None:
+            self._accept(arrived, keys)
+        accepted = keys is not None or self._accept_singly(arrived)
+        state = self._state
+        if accepted:
+            state.credits.arrived(session, now)
+            state.permits_due |= state.permits.arrived(session)
+        if len(state.hops.arrived) >= GATHERED:
+            state.hops.gather()
+        if state.credits.waits(session):
             session.touch_later(now)
         else:
             session.touch()
@@ -226,7 +267,7 @@ class ProducerRequests:
             return "fenced" if session is ErrorCode.FENCED else "unknown_session"
         if not self._state.run.serves(envelope.run):
             return "wrong_run"
-        if (envelope.env, envelope.split) != (session.lane.env, session.lane.split):
+        if envelope.env != session.lane.env or envelope.split != session.lane.split:
             return "wrong_environment"
         if not _fits(envelope, len(frames)):
             return "frames"
@@ -236,64 +277,89 @@ class ProducerRequests:
             return "no_arena"
         return session
 
-    def _refusal(self, session: ProducerSession, header: GroupHeader, offset: int | None) -> str:
+    def _keys_of_clean(self, arrived: "Arrived") -> list[int] | None:
+        """Return the identities of groups that can be accepted without a look at each; None if there may be a reason
+        against one of them.
+        """
+        session, headers = arrived.session, arrived.headers
+        if not session.window.is_next(headers) or not self._state.credits.covers(session, headers):
+            return None
+        tables = session.tables
+        if any([header.table not in tables for header in headers]):
+            return None
+        if arrived.offsets and not all(map(session.arena_has, arrived.offsets, headers)):
+            return None
+        keys = identities(session.lane.env, session.lane.split, headers)
+        return keys if self._state.groups.all_new(keys) else None
+
+    def _accept_singly(self, arrived: "Arrived") -> bool:
+        """Accept or refuse one group after the other; return whether any was accepted."""
+        accepted = False
+        for one in arrived.each() if len(arrived.headers) > 1 else (arrived,):
+            refusal = self._refusal(one)
+            if refusal:
+                self._state.rejected[refusal] += 1
+            else:
+                self._accept_unless_known(one)
+                accepted = True
+        return accepted
+
+    def _refusal(self, one: "Arrived") -> str:
+        session, (header,) = one.session, one.headers
         if header.table not in session.tables:
             return "duplicate" if session.window.seen(header.seq) else "unknown_table"
         if refusal := session.window.refusal(header):
             return refusal
-        if offset is not None and session.arena is not None and not session.arena.has(offset, header.nbytes):
+        if one.offsets and not session.arena_has(one.offsets[0], header):
             return "arena_range"
         return self._state.credits.refusal(session, header)
 
-    def _accept(
-        self,
-        session: ProducerSession,
-        header: GroupHeader,
-        offset: int | None,
-        frames: tuple[Any, ...],
-        now: float,
-        wall: float,
-    ) -> None:
-        state, lane = self._state, session.lane
-        session.window.accept(header.seq, header.position, header.nbytes)
-        key = identity(lane.env, lane.split, header)
-        if state.groups.known(key):
-            state.events.add(
-                Skipped(session.number, header.seq, header.position, header.nbytes, header.group_id)
-            )
-            state.rejected["duplicate"] += 1
-            state.credits.arrived(session, now)
-            state.permits_due |= state.permits.arrived(session)
+    def _accept_unless_known(self, one: "Arrived") -> None:
+        """Accept a group without a refusal, but queue none that was accepted before."""
+        state, session, (header,) = self._state, one.session, one.headers
+        keys = identities(session.lane.env, session.lane.split, one.headers)
+        if state.groups.all_new(keys):
+            self._accept(one, keys)
             return
-        slot: ArenaSlot | None = None
-        if offset is not None and session.arena is not None:
-            slot, frames = session.arena.take(header.seq, offset, header.nbytes, lane.env)
-        else:
-            state.as_frames[session.without_arena or "arena_full"] += 1
-        group = StoredGroup(
-            header=header,
-            env=lane.env,
-            split=lane.split,
-            run=state.run.name,
-            producer=session.producer,
-            session=session.number,
-            table=session.tables[header.table],
-            body=GroupBody(frames, header.nbytes, state.ram, slot),
-            accepted_at=now,
-            accepted_wall=wall,
-            identity=key,
-        )
-        state.admit(group, lane, now)
-        state.hops.arrived.append(group)
-        state.events.add(group)
+        session.window.accept(header.seq, header.position, header.nbytes)
+        state.events.add(Skipped(session.number, header.seq, header.position, header.nbytes, header.group_id))
+        state.rejected["duplicate"] += 1
+        state.permits.note(session.lane)  # its rollout is over, and nothing more is queued
+        state.permits_due = True
+
+    def _accept(self, arrived: "Arrived", keys: Sequence[int]) -> None:
+        """Accept new groups: one of any place in the window, or several that are the next ones."""
+        state, session, lane = self._state, arrived.session, arrived.session.lane
+        load = Load.of(arrived.headers)
+        session.window.accept_all(arrived.headers, load.nbytes)
+        groups = self._stored(arrived, keys)
+        state.admit(groups, load, lane, arrived.now)
+        state.hops.arrived += groups
+        state.events.extend(groups)
         if lane.split is Split.TRAIN:
-            state.produced.add(header.sequences, now)
-        state.newest[lane.env] = group, frames
-        state.credits.arrived(session, now)
-        state.permits_due |= state.permits.arrived(session)
-        if header.sequences != lane.group_size:
+            state.produced.add(load.sequences, arrived.now)
+        last = groups[-1]
+        state.newest[lane.env] = last, last.body.frames
+        usual = lane.group_size
+        if load.sequences != usual * load.groups or any(
+            [one.sequences != usual for one in arrived.headers[1:]]
+        ):
             state.permits.note(lane)
             state.permits_due = True
+
+    def _stored(self, arrived: "Arrived", keys: Sequence[int]) -> list[StoredGroup]:
+        """Return accepted groups with their bodies, in the arena or in frames."""
+        state, session, lane = self._state, arrived.session, arrived.session.lane
+        env, split, run, now, wall = lane.env, lane.split, state.run.name, arrived.now, arrived.wall
+        if not arrived.offsets:
+            state.as_frames[session.without_arena or "arena_full"] += len(keys)
+        return [
+            StoredGroup(
+                header, env, split, run, session.producer, session.number, session.tables[header.table], body, now,
+                wall, identity=key,
+            )
+            for header, body, key in zip(arrived.headers, arrived.bodies(state.ram), keys, strict=True)
+        ]  # fmt: skip
 
     def sweep(self, now: float) -> None:
         """Reclaim the grants of silent producers and close their arenas; a producer that returns gets both again.
@@ -318,7 +384,7 @@ def _fits(envelope: Envelope, frames: int) -> bool:
     """Return whether the frames after an envelope are the ones it announces."""
     if envelope.offsets:
         return not frames and len(envelope.offsets) == len(envelope.groups)
-    return sum(header.frames for header in envelope.groups) == frames
+    return sum([header.frames for header in envelope.groups]) == frames
 
 
 def _opened(session: ProducerSession, request: RegisterProducer) -> Opened:

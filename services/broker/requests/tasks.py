@@ -286,6 +286,8 @@ class TaskRequests:
     def serve(self, now: float) -> None:
         """Answer all waiting requests a change allows."""
         tasks = self._state.tasks
+        if not tasks.returned and not tasks.ended:
+            return
         lines, tasks.returned = tasks.returned, set()
         for line in lines:
             self._serve_line(line, now)

@@ -5,7 +5,8 @@ accepted once: as long as it exists, and after its end as long as its identity i
 """
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
@@ -17,8 +18,21 @@ Stream = tuple[str, Split]
 
 def identity(env: str, split: Split, header: GroupHeader) -> int:
     """Return 64 bits that name a group: fewer than 1 in 10^13 new groups have those of one of a million others."""
-    name = f"{env}\0{split.value}\0{header.nbytes}\0{header.crc}\0{header.group_id}"
-    return int.from_bytes(blake2b(name.encode(), digest_size=8).digest())
+    return identities(env, split, (header,))[0]
+
+
+def identities(env: str, split: Split, headers: Iterable[GroupHeader]) -> list[int]:
+    """Return the `identity` of each group of one environment and split."""
+    lane, number = _lane_name(env, split), int.from_bytes
+    return [
+        number(blake2b(f"{lane}{one.nbytes}\0{one.crc}\0{one.group_id}".encode(), digest_size=8).digest())
+        for one in headers
+    ]
+
+
+@lru_cache(maxsize=1024)
+def _lane_name(env: str, split: Split) -> str:
+    return f"{env}\0{split.value}\0"
 
 
 class Groups:
@@ -47,14 +61,17 @@ class Groups:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def add(self, group: StoredGroup) -> None:
-        """Add a group; one without an order gets the next one."""
-        if not group.order:
-            group.order = self.next_order
-        self.next_order = max(self.next_order, group.order + 1)
-        self._of_lane[group.env, group.split] += group.order not in self._groups
-        self._groups[group.order] = group
-        self._present[_key(group)] = group
+    def add(self, *groups: StoredGroup) -> None:
+        """Add groups of one environment and split; those without an order get the next ones."""
+        first, before = groups[0], len(self._groups)
+        for group in groups:
+            order = group.order or self.next_order
+            if order >= self.next_order:
+                self.next_order = order + 1
+            group.order = order
+            self._groups[order] = group
+            self._present[group.identity or _key(group)] = group
+        self._of_lane[first.env, first.split] += len(self._groups) - before
 
     def find(self, order: int) -> StoredGroup | None:
         return self._groups.get(order)
@@ -88,9 +105,17 @@ class Groups:
         """Return whether the group of an identity exists, or ended and is remembered."""
         return key in self._present or key in self._seen
 
-    def remember(self, identities: Iterable[int]) -> None:
+    def all_new(self, keys: Sequence[int]) -> bool:
+        """Return whether no group of these identities is `known`, and no two are the same."""
+        if len(keys) == 1:
+            return not self.known(keys[0])
+        if len(set(keys)) < len(keys):
+            return False
+        return self._present.keys().isdisjoint(keys) and self._seen.isdisjoint(keys)
+
+    def remember(self, keys: Iterable[int]) -> None:
         """Remember ended groups, and forget the ones that ended first."""
-        for key in identities:
+        for key in keys:
             if key not in self._seen:
                 self._seen.add(key)
                 self._ended.append(key)

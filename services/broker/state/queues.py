@@ -13,7 +13,7 @@ A lane counts its queued and leased groups. Rewound groups are counted apart, be
 
 from bisect import bisect_right, insort
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from heapq import merge
 from operator import attrgetter
 from typing import Any, Final
@@ -187,17 +187,42 @@ class Lane:
             self._key = _deadline if rule.stale == "drop" else _order
             self.sizes = {size: deque(sorted(queue, key=self._key)) for size, queue in self.sizes.items()}
 
-    def accept(self, group: StoredGroup, now: float) -> None:
-        header = group.header
-        self.accepted_groups += 1
-        self.accepted_sequences += header.sequences
-        took_s = header.finished_at - header.started_at
-        if header.started_at and 0.0 <= took_s <= LONGEST_S:
-            self.rollout_s += (took_s - self.rollout_s) * (NEW_PART if self.rollout_s else 1.0)
+    def accept(self, groups: Sequence[StoredGroup], load: Load, now: float) -> None:
+        """Queue new groups, in the order of their acceptance; `load` is theirs."""
+        self.accepted_groups += load.groups
+        self.accepted_sequences += load.sequences
         self.arrived_at = now
-        self.arrivals.add(1, now)
-        self.note_size(header.nbytes)
-        self.append(group)
+        self.arrivals.add(load.groups, now)
+        rollout_s, largest, size = self.rollout_s, 0, groups[0].header.sequences
+        alike = True
+        for group in groups:
+            header = group.header
+            if header.nbytes > largest:
+                largest = header.nbytes
+            if header.sequences != size or group.failures:
+                alike = False
+            took_s = header.finished_at - header.started_at
+            if header.started_at and 0.0 <= took_s <= LONGEST_S:
+                rollout_s += (took_s - rollout_s) * (NEW_PART if rollout_s else 1.0)
+        self.rollout_s = rollout_s
+        if largest > self.largest_bytes:
+            self.note_size(largest)
+        if alike and self._in_turn(groups, queue := self.sizes.get(size)):
+            (self._queue(size) if queue is None else queue).extend(groups)
+            self.queued.count(load)
+        else:
+            for group in groups:
+                self.append(group)
+
+    def _in_turn(self, groups: Sequence[StoredGroup], queue: deque[StoredGroup] | None) -> bool:
+        """Return whether new groups of one size follow each other, and the last one in the queue of their size."""
+        key = self._key
+        if queue is not None and key(queue[-1]) > key(groups[0]):
+            return False
+        if len(groups) == 1:
+            return True
+        keys = [key(group) for group in groups]
+        return sorted(keys) == keys
 
     def note_size(self, nbytes: int) -> None:
         """Note the size of a group in bytes."""
@@ -457,12 +482,16 @@ class Lanes:
         """Return the lanes of a split and their totals."""
         return self._splits[split]
 
-    def accept(self, lane: Lane, group: StoredGroup, now: float) -> None:
-        """Queue a new group and give it its order."""
-        self._groups.add(group)
-        self.held_groups += 1
-        self.held_bytes += group.header.nbytes
-        lane.accept(group, now)
+    def versions(self) -> tuple[int, ...]:
+        """Return the versions of all splits: they change with each weight, minimum share and connection."""
+        return tuple([queue.version for queue in self._splits.values()])
+
+    def accept(self, lane: Lane, groups: Sequence[StoredGroup], load: Load, now: float) -> None:
+        """Queue new groups of a lane and give them their orders; `load` is theirs."""
+        self._groups.add(*groups)
+        self.held_groups += load.groups
+        self.held_bytes += load.nbytes
+        lane.accept(groups, load, now)
 
     def lease(self, lane: Lane, groups: Iterable[StoredGroup]) -> None:
         """Count groups taken from a queue as leased."""

@@ -18,7 +18,8 @@ class Rate:
 
     def add(self, amount: int, now: float) -> None:
         """Count `amount` at `now`."""
-        self._advance(now)
+        if int(now) > self._second:
+            self._advance(now)
         if self._born is None:
             self._born = now
         self._buckets[self._second % WINDOW_S] += amount

@@ -9,9 +9,10 @@ if that is more than the share by weight; the other lanes divide the rest by wei
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Final, Generic, Protocol, TypeVar
 
+from rolloutmq.schemas.wire.envelope import GroupHeader
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
 NO_WEIGHT: Final = 1.0
@@ -38,6 +39,29 @@ class Load:
         self.nbytes += sign * group.header.nbytes
         if self._total is not None:
             self._total.add(group, sign)
+
+    @classmethod
+    def of(cls, headers: Sequence[GroupHeader]) -> "Load":
+        """Return the load of some groups."""
+        load = cls()
+        load.groups = len(headers)
+        if load.groups == 1:
+            (one,) = headers
+            load.sequences, load.tokens, load.nbytes = one.sequences, one.tokens, one.nbytes
+        else:
+            load.sequences = sum([header.sequences for header in headers])
+            load.tokens = sum([header.tokens for header in headers])
+            load.nbytes = sum([header.nbytes for header in headers])
+        return load
+
+    def count(self, groups: "Load", sign: int = 1) -> None:
+        """Count groups together in, or out with `sign` -1."""
+        self.groups += sign * groups.groups
+        self.sequences += sign * groups.sequences
+        self.tokens += sign * groups.tokens
+        self.nbytes += sign * groups.nbytes
+        if self._total is not None:
+            self._total.count(groups, sign)
 
     def as_tuple(self) -> tuple[int, int, int, int]:
         return self.groups, self.sequences, self.tokens, self.nbytes

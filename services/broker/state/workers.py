@@ -5,6 +5,7 @@ with it. A later process of the name may subscribe before the broker hears of it
 """
 
 from collections import Counter, defaultdict
+from math import inf
 from typing import Final
 
 import msgspec
@@ -135,6 +136,8 @@ class Workers:
 
     def due(self, now: float, interval_s: float) -> list[Drain]:
         """Return the drains to repeat now."""
+        if not self._drains:
+            return []
         due = [order for order in self._drains.values() if not order.confirmed and order.due <= now]
         for order in due:
             order.due = now + interval_s
@@ -142,7 +145,9 @@ class Workers:
 
     def next_due(self) -> float:
         """Return when the next repetition is due."""
-        return min((t.due for t in self._drains.values() if not t.confirmed), default=float("inf"))
+        if not self._drains:
+            return inf
+        return min((t.due for t in self._drains.values() if not t.confirmed), default=inf)
 
     def drains(self) -> list[Drain]:
         """Return every drain in force."""

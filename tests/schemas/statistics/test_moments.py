@@ -6,13 +6,13 @@ import random
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.statistics.moments import Moments
-from rolloutmq.schemas.wire.envelope import RewardSummary
+from rolloutmq.schemas.wire.envelope import GroupHeader, PolicyVersion, RewardSummary
 
 Scores = NDArray[np.float64]
 
@@ -166,6 +166,39 @@ def test_a_group_left_out_is_no_group_of_the_decay() -> None:
     bad = RewardSummary(math.nan, 0.0, 1.0, 0.5)
     with_it = Moments().after(GOOD, 2, 3).after(bad, 2, 3).after(GOOD, 2, 3)
     assert msgspec.structs.replace(with_it, left_out=0) == Moments().after(GOOD, 2, 3).after(GOOD, 2, 3)
+
+
+ANY = st.sampled_from(
+    [0.0, -0.0, 0.25, 0.5, 1.0, 1.0 + 2**-52, -3.0, 1e-200, 1e154, 1e200, math.inf, math.nan]
+)
+
+
+@given(
+    st.lists(st.tuples(st.builds(RewardSummary, ANY, ANY, ANY, ANY), st.integers(-1, 3)), max_size=9),
+    st.lists(NUMBERS, min_size=1, max_size=8).map(np.array),
+    st.sampled_from([None, 1, 3.5, 1e300]),
+)
+@settings(deadline=None)
+def test_several_groups_at_once_are_merged_one_after_the_other(
+    groups: list[tuple[RewardSummary, int]], honest: Scores, half_life: float | None
+) -> None:
+    """To the last bit: the loop of `after_all` against `faded` and `merged`."""
+    groups = [*groups, (summary(honest), len(honest)), *groups, (GOOD, 2)]
+    found = expected = Moments()
+    for group, rows in groups:
+        one = Moments().after(group, rows)
+        merged = expected.faded(half_life).merged(one)
+        kept = one.groups == 1 and math.isfinite(merged.m2)
+        expected = merged if kept else msgspec.structs.replace(expected, left_out=expected.left_out + 1)
+        found = found.after(group, rows, half_life)
+        assert repr(found) == repr(expected)
+    at_once = Moments().after_all([head(group, rows) for group, rows in groups], half_life)
+    assert repr(at_once) == repr(expected)
+
+
+def head(group: RewardSummary, rows: int) -> GroupHeader:
+    version = PolicyVersion()
+    return GroupHeader(1, 1, "g", "0" * 16, 1, 1, 0, rows, rows, version, version, 0.0, 0.0, group)
 
 
 @given(st.lists(st.floats(width=64, allow_nan=False, allow_infinity=False), min_size=1, max_size=6), NUMBERS)

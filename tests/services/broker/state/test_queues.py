@@ -8,12 +8,14 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.queues import Lane, Lanes
+from rolloutmq.services.broker.state.split_queue import Load
 
 
 def lane_of(*sizes: int) -> Lane:
     lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
     for order, size in enumerate(sizes, 1):
-        lane.accept(stored(order, size), 0.0)
+        group = stored(order, size)
+        lane.accept([group], Load.of([group.header]), 0.0)
     return lane
 
 
@@ -58,7 +60,8 @@ def test_the_sums_over_all_lanes_follow_every_move() -> None:
     one, other = (lanes.open(env, Split.TRAIN, 0.0) for env in ("a", "b"))
     for lane in (one, other):
         for _ in range(3):
-            lanes.accept(lane, stored(0, env=lane.env), 0.0)
+            group = stored(0, env=lane.env)
+            lanes.accept(lane, [group], Load.of([group.header]), 0.0)
     taken = one.take(4, 2)
     for group in taken:
         one.leased.add(group)
