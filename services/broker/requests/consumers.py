@@ -33,7 +33,7 @@ from rolloutmq.schemas.wire.requests import (
 from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.batches.consumers import POLL_S, Consumer, WaitingPull
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
-from rolloutmq.services.broker.batches.transitions import mismatch, outcomes
+from rolloutmq.services.broker.batches.outcomes import mismatch
 from rolloutmq.services.broker.broker_state import BrokerState, of_another_run, refuse, taken_over
 from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
@@ -213,7 +213,7 @@ class ConsumerRequests:
             return unfit
         if not math.isfinite(pull.wait_s):
             return refuse(ErrorCode.INVALID, f"wait_s: must be a finite number (got {pull.wait_s})")
-        if state.leases.over(pull.consumer, pull.request_id):
+        if state.leases.ended_of(pull.consumer, pull.request_id):
             return refuse(ErrorCode.LEASE_LOST, f"request {pull.request_id} got a batch that is settled")
         lease = state.leases.of((pull.group, pull.split))
         if lease is not None and not pull.window and lease.step == pull.step and not lease.fits(pull):
@@ -470,9 +470,8 @@ class ConsumerRequests:
         if part.settle is None:
             if (skipped := _skips(lease, settle.version)) is not None:
                 return skipped
-            if outcomes(part, settle) is None:
-                return refuse(ErrorCode.INVALID, mismatch(part, settle))
-            part.settle = settle
+            if not part.settled_by(settle):
+                return refuse(ErrorCode.INVALID, mismatch(part.groups, settle))
             state.events.add(Settles(settle))
             state.hops.settled(part.share, wall - part.handed_at)
             if lease.settled:
@@ -525,7 +524,7 @@ class ConsumerRequests:
             return refuse(ErrorCode.INVALID, f"this broker serves run {self._state.run.name}")
         for batch in self._state.transitions.commit(request.group, request.version):
             if batch.settled_at:
-                for share in batch.hop_shares():
+                for share in batch.shares:
                     self._state.hops.committed(share, wall - batch.settled_at)
         return Ok()
 

@@ -7,8 +7,9 @@ until the settlement is durable: it names no group that a restarted broker would
 between leaves a settlement without a line; the ledger decides on counts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf, isfinite
+from operator import mul
 
 import msgspec
 from msgspec.structs import replace
@@ -21,7 +22,7 @@ from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.schemas.wire.requests import LogFigures
 from rolloutmq.schemas.wire.training import BatchSettled
 from rolloutmq.services.broker.batches.leases import Lease
-from rolloutmq.services.broker.batches.transitions import outcomes
+from rolloutmq.services.broker.batches.outcomes import TRAINED
 from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -42,8 +43,10 @@ class _Ended(msgspec.Struct):
         found = cls([], [], [])
         places = {GroupState.TRAINED: found.trained, GroupState.FILTERED: found.filtered}
         for part in lease.parts:
-            states = outcomes(part, part.settle) if part.settle is not None else None
-            for group, (state, _) in zip(part.groups, states or (), strict=True):
+            if part.outcomes.count(TRAINED) == len(part.groups):
+                found.trained += part.groups
+                continue
+            for group, (state, _) in zip(part.groups, part.outcomes, strict=True):
                 places.get(state, found.rejected).append(group)
         return found
 
@@ -59,9 +62,10 @@ class Settlements:
         if lease.split is not Split.TRAIN:
             return
         ended = _Ended.of(lease)
-        pulled = _pulled_at(lease, policy)
-        staleness = [self._state.staleness.staleness(group, pulled) for group in ended.trained]
-        used = [*ended.trained, *ended.filtered]
+        used = [group.header for group in (*ended.trained, *ended.filtered)]
+        staleness = self._staleness(ended.trained, _pulled_at(lease, policy))
+        means = [header.rewards.mean for header in used]
+        sizes = [header.sequences for header in used]
         self._state.outbox.settled(
             SettledBatch(
                 at=wall,
@@ -70,13 +74,12 @@ class Settlements:
                 filtered=_ids(ended.filtered),
                 rejected=_ids(ended.rejected),
                 staleness=tuple(staleness),
-                rewards=tuple(bounded(group.header.rewards.mean) for group in used),
+                rewards=tuple(map(bounded, means)),
                 rewound=lease.rewound,
                 consumer=lease.parts[0].consumer,
             )
         )
-        sequences = sum(group.header.sequences for group in used)
-        scored = sum(group.header.rewards.mean * group.header.sequences for group in used)
+        sequences = sum(sizes)
         run = self._state.run.name
         event = BatchSettled(
             run=run,
@@ -84,17 +87,23 @@ class Settlements:
             step=policy.step,
             at=wall,
             stepped=bool(ended.trained),
-            reward=bounded(scored / sequences) if sequences else 0.0,
+            reward=bounded(sum(map(mul, means, sizes)) / sequences) if sequences else 0.0,
             sequences=sequences,
-            tokens=sum(group.header.tokens for group in used),
+            tokens=sum([header.tokens for header in used]),
             trained=len(ended.trained),
             filtered=len(ended.filtered),
             rejected=len(ended.rejected),
             staleness_max=max(staleness, default=0),
             staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
-            scores=lane_scores(used),
+            scores=lane_scores([*ended.trained, *ended.filtered]),
         )
         self._state.outbox.publish(topics.telemetry("settled", run), event)
+
+    def _staleness(self, groups: Sequence[StoredGroup], pulled: PolicyVersion) -> list[int]:
+        """Return the staleness of each group; it is computed once for each policy."""
+        oldest = [group.header.oldest for group in groups]
+        known = {one: self._state.run.lineage.staleness(pulled, one) for one in set(oldest)}
+        return [known[one] for one in oldest]
 
     def resumed(self, version: PolicyVersion, wall: float) -> None:
         """Report that a trainer resumed at a checkpoint: the lines of later steps are void."""
@@ -118,7 +127,7 @@ class Settlements:
 
 
 def _ids(groups: Iterable[StoredGroup]) -> tuple[str, ...]:
-    return tuple(group.header.group_id for group in groups)
+    return tuple([group.header.group_id for group in groups])
 
 
 def _pulled_at(lease: Lease, policy: PolicyVersion) -> PolicyVersion:
@@ -130,20 +139,14 @@ def lane_scores(groups: Iterable[StoredGroup]) -> tuple[LaneScores, ...]:
     """Return the scores of each environment, by name, as far as headers tell them; see `BatchSettled.scores`."""
     found: dict[str, _Tally] = {}
     for group in groups:
-        if _is_sound(group.header.rewards):
+        header = group.header
+        rewards = header.rewards
+        low, high, mean = rewards.low, rewards.high, rewards.mean
+        if low <= mean <= high and rewards.m2 >= 0 and isfinite(high - low):  # no comparison holds for NaN
             if (tally := found.get(group.env)) is None:
                 tally = found[group.env] = _Tally()
-            tally.add(group.header)
-    return tuple(found[env].scores(env) for env in sorted(found))
-
-
-def _is_sound(rewards: RewardSummary) -> bool:
-    """Return whether a summary, which a peer sent, does not contradict itself; no comparison holds for NaN."""
-    return (
-        rewards.low <= rewards.mean <= rewards.high
-        and rewards.m2 >= 0
-        and isfinite(rewards.high - rewards.low)
-    )
+            tally.add(header, low, high, mean)
+    return tuple([found[env].scores(env) for env in sorted(found)])
 
 
 class _Tally:
@@ -156,26 +159,30 @@ class _Tally:
         self.mean = self.m2 = 0.0
         self.low, self.high = inf, -inf
 
-    def add(self, header: GroupHeader) -> None:
-        """Add the scores of one group; the merge is that of `LaneScores.merged`."""
-        rewards, count = header.rewards, header.sequences
+    def add(self, header: GroupHeader, low: float, high: float, mean: float) -> None:
+        """Add the scores of one group, whose summary does not contradict itself; the merge is that of
+        `LaneScores.merged`.
+        """
+        m2, count, before = header.rewards.m2, header.sequences, self.sequences
         self.groups += 1
         self.tokens += header.tokens
-        self.sequences += count
-        share, apart = count / self.sequences, rewards.mean - self.mean
-        self.m2 += rewards.m2 + apart * apart * (self.sequences - count) * share
+        self.sequences = total = before + count
+        share, apart = count / total, mean - self.mean
+        self.m2 += m2 + apart * apart * before * share
         self.mean += apart * share
-        if rewards.low == rewards.high:
+        if low == high:
             self.flat += 1
             at_low = at_high = count
         else:
-            at_low, at_high = _at_ends(rewards, count)
-        if rewards.low < self.low:
-            self.low, self.at_low = rewards.low, 0
-        if rewards.high > self.high:
-            self.high, self.at_high = rewards.high, 0
-        self.at_low += at_low * (rewards.low == self.low)
-        self.at_high += at_high * (rewards.high == self.high)
+            at_low, at_high = _at_ends(header.rewards, count)
+        if low < self.low:
+            self.low, self.at_low = low, 0
+        if high > self.high:
+            self.high, self.at_high = high, 0
+        if low == self.low:
+            self.at_low += at_low
+        if high == self.high:
+            self.at_high += at_high
 
     def scores(self, env: str) -> LaneScores:
         """Return the sums of an environment."""

@@ -18,6 +18,19 @@ NO_WEIGHT: Final = 1.0
 """Divisor of a batch if no connected lane has a weight."""
 
 
+class Totals(Protocol):
+    """What some groups are together; see `batch_share.LaneTotals`."""
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Load:
     """Groups, sequences, tokens and bytes together; also added to the `total` of which it is a part."""
 
@@ -38,6 +51,15 @@ class Load:
         self.nbytes += sign * group.header.nbytes
         if self._total is not None:
             self._total.add(group, sign)
+
+    def count(self, groups: "Totals", sign: int = 1) -> None:
+        """Count groups together in, or out with `sign` -1."""
+        self.groups += sign * groups.groups
+        self.sequences += sign * groups.sequences
+        self.tokens += sign * groups.tokens
+        self.nbytes += sign * groups.nbytes
+        if self._total is not None:
+            self._total.count(groups, sign)
 
     def as_tuple(self) -> tuple[int, int, int, int]:
         return self.groups, self.sequences, self.tokens, self.nbytes
