@@ -92,7 +92,9 @@ class BatchBuilder:
             plan = self._take_suspect(pull) or self._compose(stream, pull, now)
             if isinstance(plan, Wait):
                 return plan
-            stale = self._staleness.too_stale(plan.share, pull.version)
+            share = plan.share
+            age = self._staleness.age(share, pull.version)
+            stale = self._staleness.too_stale(share, age)
             try:
                 damaged = [
                     group
@@ -105,8 +107,8 @@ class BatchBuilder:
             if not stale and not damaged:
                 self._no_fit_since.pop(stream, None)
                 if not pull.window:  # those of a window are recorded when they are settled
-                    self._staleness.record(plan.share, pull.version)
-                self._note_shares(pull, plan.share)
+                    self._staleness.record(share, age)
+                self._note_shares(pull, share)
                 return plan
             self._lanes.put_back(plan.groups)
             self._dropper.drop(stale, GroupState.EXPIRED, "stale", wall)
@@ -136,7 +138,8 @@ class BatchBuilder:
 
     def is_too_stale(self, group: StoredGroup, version: PolicyVersion) -> bool:
         """Return whether a pull at a policy would drop a group."""
-        return bool(self._staleness.too_stale(BatchShare([group]), version))
+        share = BatchShare([group])
+        return bool(self._staleness.too_stale(share, self._staleness.age(share, version)))
 
     def deadline(self, now: float) -> float:
         """Return when a wait for an exact combination, or for a silent lane, may end."""

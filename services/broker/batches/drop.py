@@ -49,8 +49,9 @@ class GroupDropper:
                 self._lanes.of(group).rewinding.add(group, -1)
                 self._rewind_buffer.charge(-group.header.nbytes)
             else:
-                self._lanes.of(group).remove(group)
-                self._lanes.let_go(total([group]))
+                lane = self._lanes.of(group)
+                lane.remove(group)
+                self._lanes.let_go(lane, total((group,)))
             self._ledger.move(GroupState.QUEUED, state, reason=reason)
             self.end(group, state, detail or reason, wall)
         self._rewind_buffer.drop_empty()

@@ -52,11 +52,6 @@ class RankShard(msgspec.Struct, eq=False):
     _share: BatchShare | None = None
     _outcomes: list[Outcome] | None = None
 
-    @classmethod
-    def of(cls, share: BatchShare, now: float) -> "RankShard":
-        """Return a shard of a new lease."""
-        return cls(share.groups, now, _share=share)
-
     def settled_by(self, settle: Settle) -> bool:
         """Settle it; False, and no change, if the lists of `settle` do not match its groups."""
         found = outcomes(self.groups, settle)
@@ -113,7 +108,12 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def settled(self) -> bool:
-        return all(part.settle is not None for part in self.parts)
+        return None not in [part.settle for part in self.parts]
+
+    @property
+    def policy_after(self) -> PolicyVersion:
+        """The policy after it, once it is settled."""
+        return max([part.settle.version for part in self.parts if part.settle is not None])
 
     @property
     def delivered(self) -> bool:
@@ -122,10 +122,15 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
 
     def measure(self) -> None:
         """Note whether the lease exceeds the request: a single large group, or a rewound batch returned whole."""
-        if self.window or (not self.rewound and sum(len(part.groups) for part in self.parts) > 1):
+        if self.window:
             return
-        asked = self.tokens or self.sequences
-        self.over = asked < sum(g.header.tokens if self.tokens else g.header.sequences for g in self.groups)
+        groups = has = 0
+        for part in self.parts:
+            groups += len(part.groups)
+            for totals in part.share.lanes:
+                has += totals.tokens if self.tokens else totals.sequences
+        if self.rewound or groups <= 1:
+            self.over = has > (self.tokens or self.sequences)
 
     def held_by(self, consumer: str) -> Iterator[RankShard]:
         """Yield the shards a consumer has pulled and not settled."""
@@ -325,8 +330,8 @@ class Leases:
         """Close a settled lease and remember its outcome."""
         self._close(lease)
         self._lost.pop(lease.stream, None)
-        settles = tuple(part.settle for part in lease.parts if part.settle is not None)
-        requests = frozenset((part.consumer, part.request_id) for part in lease.parts)
+        settles = tuple([part.settle for part in lease.parts if part.settle is not None])
+        requests = frozenset([(part.consumer, part.request_id) for part in lease.parts])
         self.remember(lease.number, EndedLease(lease.generation, lease.step, settles, requests))
 
     def remember(self, number: int, ended: EndedLease) -> None:
@@ -425,7 +430,7 @@ class Leases:
         part.consumer, part.request_id = consumer, request_id
         if lease.window:
             self._windows[lease.stream].delivered(lease)
-        self.forget_void(consumer, (lease.split,))
+        self.void.pop((consumer, lease.split), None)
 
     def ended(self) -> Iterator[tuple[int, EndedLease]]:
         """Yield the remembered leases, oldest first."""

@@ -33,6 +33,8 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
         shares: The groups of each rank that are retained.
         states: The state of each group of `shares`, in their order.
         moments: Moments that the batch brought; see `Lease`.
+        nbytes: Bytes of its groups.
+        trained: Number of its trained groups.
         settled_at: When it was settled, wall-clock seconds; 0 if that was in an earlier life of the broker.
     """
 
@@ -44,6 +46,13 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
     short: bool = False
     moments: dict[str, Moments] = {}
     settled_at: float = 0.0
+    nbytes: int = 0
+    trained: int = 0
+
+    def __post_init__(self) -> None:
+        for share, states in zip(self.shares, self.states, strict=True):
+            self.nbytes += share.nbytes
+            self.trained += states.count(GroupState.TRAINED)
 
     @property
     def shards(self) -> list[list[StoredGroup]]:
@@ -53,15 +62,6 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
     def members(self) -> Iterator[tuple[StoredGroup, GroupState]]:
         for share, states in zip(self.shares, self.states, strict=True):
             yield from zip(share.groups, states, strict=True)
-
-    @property
-    def nbytes(self) -> int:
-        return sum([share.nbytes for share in self.shares])
-
-    @property
-    def trained(self) -> int:
-        """Number of its trained groups."""
-        return sum([states.count(GroupState.TRAINED) for states in self.states])
 
 
 class RewoundBatch(msgspec.Struct, eq=False):

@@ -105,7 +105,7 @@ class GroupTransitions:
             sequences=pull.sequences,
             tokens=pull.tokens,
             window=pull.window,
-            parts=[RankShard.of(share, now) for share in shares],
+            parts=[RankShard(share.groups, now, _share=share) for share in shares],
             short=short,
             rewound=again is not None,
             moments=moments,
@@ -188,7 +188,8 @@ class GroupTransitions:
         batch = self.apply_settle(lease, wall)
         batch.settled_at = wall
         if lease.split is Split.TRAIN:
-            self.consumed.add(sum([share.sequences for share in batch.shares]), now)
+            for share in batch.shares:
+                self.consumed.add(share.sequences, now)
         surplus = self._rewind_buffer.surplus(consumer_group, self._retain_bytes)
         if surplus:
             self._events.add(Forgot(consumer_group, surplus))
@@ -208,7 +209,7 @@ class GroupTransitions:
             shares.append(share)
             states.append(kept)
         batch = RetainedBatch(
-            version=max([part.settle.version for part in lease.parts if part.settle is not None]),
+            version=lease.policy_after,
             stepped=any([GroupState.TRAINED in kept for kept in states]),
             split=lease.split,
             shares=tuple(shares),
@@ -225,24 +226,19 @@ class GroupTransitions:
     ) -> tuple[BatchShare, list[GroupState]]:
         """Count a shard out of its lease; return the groups that are retained, and their states."""
         share, states = part.share, [state for state, _ in part.outcomes]
-        self._count_out(lease.rewound, share)
-        for totals in share.lanes:
-            self._lanes.of(totals.first).settled_sequences += totals.sequences
-            if not lease.rewound:
-                self._lanes.let_go(totals)
-        if GroupState.DEAD in states:
-            self._end_rejected(lease, part, wall)
-            share = BatchShare(
-                [one for one, state in zip(share.groups, states, strict=True) if state is not GroupState.DEAD]
-            )
-            states = [state for state in states if state is not GroupState.DEAD]
         trained = states.count(GroupState.TRAINED)
-        if trained == len(states):
-            for totals in share.lanes:
-                self._lanes.of(totals.first).trained_groups += totals.groups
-        else:
-            for group, state in zip(share.groups, states, strict=True):
-                self._lanes.of(group).trained_groups += state is GroupState.TRAINED
+        all_trained = trained == len(states)
+        for totals in share.lanes:
+            lane = self._lanes.of(totals.first)
+            lane.settled_sequences += totals.sequences
+            lane.trained_groups += totals.groups if all_trained else 0
+            if lease.rewound:
+                lane.rewinding.count(totals, -1)
+            else:
+                lane.leased.count(totals, -1)
+                self._lanes.let_go(lane, totals)
+        if not all_trained:
+            share, states = self._settle_apart(lease, part, wall)
         self._ledger.move(GroupState.LEASED, GroupState.TRAINED, trained)
         self._ledger.move(GroupState.LEASED, GroupState.FILTERED, len(states) - trained)
         if not lease.rewound:
@@ -252,20 +248,28 @@ class GroupTransitions:
                 group.body.shed()
         return share, states
 
-    def _end_rejected(self, lease: Lease, part: RankShard, wall: float) -> None:
-        """End the groups that the trainer could not use; they are counted out of the lease."""
+    def _settle_apart(
+        self, lease: Lease, part: RankShard, wall: float
+    ) -> tuple[BatchShare, list[GroupState]]:
+        """End the groups that the trainer could not use; return the others, and their states."""
+        kept: list[StoredGroup] = []
+        states: list[GroupState] = []
         for group, (state, reason) in zip(part.groups, part.outcomes, strict=True):
-            if state is GroupState.DEAD:
-                if lease.rewound:
-                    self._rewind_buffer.charge(-group.header.nbytes)
-                self._ledger.move(GroupState.LEASED, state, reason="rejected")
-                self._dropper.end(group, state, f"rejected: {reason}", wall)
+            if state is not GroupState.DEAD:
+                self._lanes.of(group).trained_groups += state is GroupState.TRAINED
+                kept.append(group)
+                states.append(state)
+                continue
+            if lease.rewound:
+                self._rewind_buffer.charge(-group.header.nbytes)
+            self._ledger.move(GroupState.LEASED, state, reason="rejected")
+            self._dropper.end(group, state, f"rejected: {reason}", wall)
+        return part.share if len(kept) == len(part.groups) else BatchShare(kept), states
 
-    def _count_out(self, rewound: bool, share: BatchShare) -> None:
-        """Count a shard out of its lease."""
+    def _count_out(self, share: BatchShare) -> None:
+        """Count a shard out of its lease, which is not of a rewound batch."""
         for totals in share.lanes:
-            lane = self._lanes.of(totals.first)
-            (lane.rewinding if rewound else lane.leased).count(totals, -1)
+            self._lanes.of(totals.first).leased.count(totals, -1)
 
     def lose(self, lease: Lease, wall: float, *, failed: bool, why: str) -> None:
         """Take one lease back; see `lose_together`."""
@@ -312,7 +316,7 @@ class GroupTransitions:
             self._requeue_rewound(lease.stream, _rewound_batches(lease, split_up=split_up))
             return
         for part in lease.parts:
-            self._count_out(False, part.share)
+            self._count_out(part.share)
         self._lanes.put_back(groups)
 
     def _unlease(self, lease: Lease, *, failed: bool) -> list[StoredGroup]:
@@ -380,10 +384,11 @@ class GroupTransitions:
         self._unlease(lease, failed=failed)
         if not lease.rewound:
             for part in lease.parts:
-                self._count_out(False, part.share)
+                self._count_out(part.share)
                 for totals in part.share.lanes:
-                    self._lanes.of(totals.first).rewinding.count(totals)
-                    self._lanes.let_go(totals)
+                    lane = self._lanes.of(totals.first)
+                    lane.rewinding.count(totals)
+                    self._lanes.let_go(lane, totals)
                     self._rewind_buffer.charge(totals.nbytes)
         self._requeue_rewound(lease.stream, _rewound_batches(lease, split_up=split_up))
 

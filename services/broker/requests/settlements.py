@@ -7,6 +7,7 @@ until the settlement is durable: it names no group that a restarted broker would
 between leaves a settlement without a line; the ledger decides on counts.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from math import inf, isfinite
 from operator import mul
@@ -57,11 +58,11 @@ class Settlements:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
 
-    def ended(self, lease: Lease, policy: PolicyVersion, wall: float) -> None:
-        """Report a training batch that all ranks have settled; `policy` is the one after it."""
+    def ended(self, lease: Lease, wall: float) -> None:
+        """Report a training batch that all ranks have settled."""
         if lease.split is not Split.TRAIN:
             return
-        ended = _Ended.of(lease)
+        ended, policy = _Ended.of(lease), lease.policy_after
         used = [group.header for group in (*ended.trained, *ended.filtered)]
         staleness = self._staleness(ended.trained, _pulled_at(lease, policy))
         means = [header.rewards.mean for header in used]
@@ -74,7 +75,7 @@ class Settlements:
                 filtered=_ids(ended.filtered),
                 rejected=_ids(ended.rejected),
                 staleness=tuple(staleness),
-                rewards=tuple(map(bounded, means)),
+                rewards=_all_bounded(means),
                 rewound=lease.rewound,
                 consumer=lease.parts[0].consumer,
             )
@@ -101,9 +102,14 @@ class Settlements:
 
     def _staleness(self, groups: Sequence[StoredGroup], pulled: PolicyVersion) -> list[int]:
         """Return the staleness of each group; it is computed once for each policy."""
-        oldest = [group.header.oldest for group in groups]
-        known = {one: self._state.run.lineage.staleness(pulled, one) for one in set(oldest)}
-        return [known[one] for one in oldest]
+        known: dict[PolicyVersion, int] = {}
+        found = []
+        for group in groups:
+            oldest = group.header.oldest
+            if (steps := known.get(oldest)) is None:
+                steps = known[oldest] = self._state.run.lineage.staleness(pulled, oldest)
+            found.append(steps)
+        return found
 
     def resumed(self, version: PolicyVersion, wall: float) -> None:
         """Report that a trainer resumed at a checkpoint: the lines of later steps are void."""
@@ -135,73 +141,65 @@ def _pulled_at(lease: Lease, policy: PolicyVersion) -> PolicyVersion:
     return replace(policy, step=max(0, policy.step - 1)) if lease.window else lease.version
 
 
-def lane_scores(groups: Iterable[StoredGroup]) -> tuple[LaneScores, ...]:
+def _all_bounded(values: list[float]) -> tuple[float, ...]:
+    """Return `bounded` values; finite ones, whose sum shows at a glance that they are, stay as they are."""
+    return tuple(values) if isfinite(sum(values)) else tuple(map(bounded, values))
+
+
+def lane_scores(groups: Sequence[StoredGroup]) -> tuple[LaneScores, ...]:
     """Return the scores of each environment, by name, as far as headers tell them; see `BatchSettled.scores`."""
-    found: dict[str, _Tally] = {}
+    lanes: defaultdict[str, list[GroupHeader]] = defaultdict(list)
     for group in groups:
-        header = group.header
-        rewards = header.rewards
-        low, high, mean = rewards.low, rewards.high, rewards.mean
-        if low <= mean <= high and rewards.m2 >= 0 and isfinite(high - low):  # no comparison holds for NaN
-            if (tally := found.get(group.env)) is None:
-                tally = found[group.env] = _Tally()
-            tally.add(header, low, high, mean)
-    return tuple([found[env].scores(env) for env in sorted(found)])
+        lanes[group.env].append(group.header)
+    found = [_scores(env, lanes[env]) for env in sorted(lanes)]
+    return tuple([scores for scores in found if scores.groups])
 
 
-class _Tally:
-    """Sums over the groups of one environment; a broker adds thousands of groups a second."""
+def _scores(env: str, headers: Iterable[GroupHeader]) -> LaneScores:
+    """Return the sums over groups of one environment, without those whose summary contradicts itself.
 
-    __slots__ = ("at_high", "at_low", "flat", "groups", "high", "low", "m2", "mean", "sequences", "tokens")
-
-    def __init__(self) -> None:
-        self.groups = self.flat = self.sequences = self.tokens = self.at_low = self.at_high = 0
-        self.mean = self.m2 = 0.0
-        self.low, self.high = inf, -inf
-
-    def add(self, header: GroupHeader, low: float, high: float, mean: float) -> None:
-        """Add the scores of one group, whose summary does not contradict itself; the merge is that of
-        `LaneScores.merged`.
-        """
-        m2, count, before = header.rewards.m2, header.sequences, self.sequences
-        self.groups += 1
-        self.tokens += header.tokens
-        self.sequences = total = before + count
-        share, apart = count / total, mean - self.mean
-        self.m2 += m2 + apart * apart * before * share
-        self.mean += apart * share
-        if low == high:
-            self.flat += 1
-            at_low = at_high = count
-        else:
-            at_low, at_high = _at_ends(header.rewards, count)
-        if low < self.low:
-            self.low, self.at_low = low, 0
-        if high > self.high:
-            self.high, self.at_high = high, 0
-        if low == self.low:
-            self.at_low += at_low
-        if high == self.high:
-            self.at_high += at_high
-
-    def scores(self, env: str) -> LaneScores:
-        """Return the sums of an environment."""
-        return LaneScores(
-            env=env,
-            groups=self.groups,
-            flat=self.flat,
-            sequences=self.sequences,
-            mean=bounded(self.mean),
-            m2=bounded(self.m2),
-            low=self.low,
-            high=self.high,
-            at_low=self.at_low,
-            at_high=self.at_high,
-            tokens=self.tokens,
-            sxx=0.0,
-            syy=0.0,
-            sxy=0.0,
-        )
+    The merge is that of `LaneScores.merged`. A broker adds thousands of groups a second, so the sums are plain numbers.
+    """
+    groups = flat = sequences = tokens = at_low = at_high = 0
+    mean = m2 = 0.0
+    lowest, highest = inf, -inf
+    for header in headers:
+        rewards, count = header.rewards, header.sequences
+        low, high = rewards.low, rewards.high
+        if not (
+            low <= rewards.mean <= high and rewards.m2 >= 0 and isfinite(high - low)
+        ):  # as no comparison with NaN
+            continue
+        groups += 1
+        tokens += header.tokens
+        before, sequences = sequences, sequences + count
+        share, apart = count / sequences, rewards.mean - mean
+        m2 += rewards.m2 + apart * apart * before * share
+        mean += apart * share
+        flat += low == high
+        low_ones, high_ones = (count, count) if low == high else _at_ends(rewards, count)
+        if low < lowest:
+            lowest, at_low = low, 0
+        if high > highest:
+            highest, at_high = high, 0
+        at_low += low_ones * (low == lowest)
+        at_high += high_ones * (high == highest)
+    return LaneScores(
+        env=env,
+        groups=groups,
+        flat=flat,
+        sequences=sequences,
+        mean=bounded(mean),
+        m2=bounded(m2),
+        low=lowest,
+        high=highest,
+        at_low=at_low,
+        at_high=at_high,
+        tokens=tokens,
+        sxx=0.0,
+        syy=0.0,
+        sxy=0.0,
+    )
 
 
 def _at_ends(rewards: RewardSummary, sequences: int) -> tuple[int, int]:

@@ -234,7 +234,7 @@ class StateRestorer:
         state.transitions.apply_lease(lease)
         if not event.again and not event.window:
             for part in lease.parts:
-                state.staleness.record(part.share, event.version)
+                state.staleness.record(part.share, state.staleness.age(part.share, event.version))
         if event.split == 0:
             if not event.window:
                 state.run.pulled(event.sequences, event.tokens)

@@ -56,17 +56,23 @@ class BatchShare:
     @property
     def nbytes(self) -> int:
         """Bytes of all groups."""
-        return sum([totals.nbytes for totals in self.lanes])
+        nbytes = 0
+        for totals in self.lanes:
+            nbytes += totals.nbytes
+        return nbytes
 
     @property
     def sequences(self) -> int:
         """Sequences of all groups."""
-        return sum([totals.sequences for totals in self.lanes])
+        sequences = 0
+        for totals in self.lanes:
+            sequences += totals.sequences
+        return sequences
 
 
 def lane_totals(groups: Sequence[StoredGroup]) -> list[LaneTotals]:
     """Return the totals of each environment."""
-    if is_one_env(groups):
+    if len(groups) == 1 or is_one_env(groups):
         return [total(groups)]
     lanes: defaultdict[str, list[StoredGroup]] = defaultdict(list)
     for group in groups:
@@ -76,10 +82,10 @@ def lane_totals(groups: Sequence[StoredGroup]) -> list[LaneTotals]:
 
 def total(groups: Sequence[StoredGroup]) -> LaneTotals:
     """Return the totals of groups of one environment, at least one."""
-    headers = [group.header for group in groups]
-    if len(headers) == 1:
-        (one,) = headers
+    if len(groups) == 1:
+        one = groups[0].header
         return LaneTotals(groups[0], 1, one.sequences, one.tokens, one.nbytes, frozenset((one.oldest,)))
+    headers = [group.header for group in groups]
     return LaneTotals(
         groups[0],
         len(headers),

@@ -466,7 +466,8 @@ class Lanes:
 
     def suspect(self, split: Split) -> StoredGroup | None:
         """Return the suspect to deliver next: the one accused most often, then the oldest."""
-        return min((lane.suspects[0] for lane in self.of_split(split).suspected), key=_turn, default=None)
+        suspected = self._splits[split].suspected
+        return min([lane.suspects[0] for lane in suspected], key=_turn) if suspected else None
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
         """Return groups to their old places in their queues."""
@@ -476,11 +477,11 @@ class Lanes:
         for lane, returned in back.items():
             lane.put_back(returned)
 
-    def let_go(self, groups: LaneTotals) -> None:
-        """Count out the bytes of groups of one lane that are neither queued nor leased any more."""
+    def let_go(self, lane: Lane, groups: LaneTotals) -> None:
+        """Count out the bytes of groups of a lane that are neither queued nor leased any more."""
         self.held_groups -= groups.groups
         self.held_bytes -= groups.nbytes
-        self.settled.add(self.of(groups.first))
+        self.settled.add(lane)
 
     def queued_sequences(self, split: Split) -> int:
         return self._splits[split].queued.sequences

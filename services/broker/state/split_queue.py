@@ -114,7 +114,7 @@ class SplitQueue(Generic[L]):
         self.queued = Load()
         self.stocked: dict[L, None] = {}
         self.suspected: dict[L, None] = {}
-        self.sizes: Counter[int] = Counter()
+        self.sizes: dict[int, int] = {}
         self.largest_bytes = 0
         self.fair_clock = 0.0
         self.batch = float("inf")
@@ -138,7 +138,8 @@ class SplitQueue(Generic[L]):
     @property
     def guaranteed(self) -> tuple[L, ...]:
         """The lanes with a minimum share."""
-        self._count()
+        if self._counted != self.version:
+            self._count()
         return self._guaranteed
 
     def _count(self) -> None:
@@ -159,7 +160,7 @@ class SplitQueue(Generic[L]):
 
     def size_came(self, lane: L, size: int) -> None:
         """Note that a lane has groups of a size."""
-        self.sizes[size] += 1
+        self.sizes[size] = self.sizes.get(size, 0) + 1
         self.stocked[lane] = None
 
     def size_went(self, lane: L, size: int) -> None:

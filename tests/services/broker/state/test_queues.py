@@ -66,7 +66,7 @@ def test_the_sums_over_all_lanes_follow_every_move() -> None:
     lanes.validate()
     assert (lanes.held_groups, lanes.held_bytes) == (6, 600)
     one.leased.add(taken[0], -1)
-    lanes.let_go(total([taken[0]]))
+    lanes.let_go(one, total([taken[0]]))
     one.leased.add(taken[1], -1)
     lanes.put_back([taken[1]])
     lanes.validate()
