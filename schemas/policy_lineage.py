@@ -56,6 +56,10 @@ class PolicyLineage:
 
         A group of a policy that descends from `policy` is not stale: its trainer only took up work again.
         """
+        if (
+            sampled.incarnation == policy.incarnation
+        ):  # the way between them, across forks or not, is their steps
+            return max(0, policy.step - sampled.step)
         return 0 if self._descends(sampled, policy) else self.distance(policy, sampled)
 
     def _descends(self, version: PolicyVersion, policy: PolicyVersion) -> bool:

@@ -27,7 +27,8 @@ from benchmarks.sdk import lockstep
 from rolloutmq.schemas.config.run import TelemetryConfig
 from rolloutmq.schemas.wire.envelope import ColumnTable, GroupHeader, PolicyVersion, RewardSummary, Split
 from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGroup
-from rolloutmq.services.broker.state.group_hops import GATHERED, BatchShare, GroupHops
+from rolloutmq.services.broker.state.batch_share import BatchShare
+from rolloutmq.services.broker.state.group_hops import GATHERED, GroupHops
 
 GOAL: Final = 1.01
 """Most CPU of a group with latencies, relative to that without."""

@@ -80,6 +80,8 @@ LOOKS_PER_S: Final = 4000
 """Producers examined for credit in a second. Beyond it credits are granted less often."""
 _STATELESS: Final = frozenset({GetInfo, WorkerBeat, GetStatus, ConsumerBeat, LogFigures, Shutdown})
 """Requests whose replies report no change."""
+_AWAITED: Final = (Settle, Commit)
+"""Requests after which a trainer does nothing until it has the reply."""
 SWEEP_S: Final = 1.0
 """How often silent peers are looked for."""
 
@@ -191,7 +193,7 @@ class BrokerCore:
         else:
             reply = self._handlers[type(request)](request, now, wall)
             durable = type(request) not in _STATELESS
-            awaited = isinstance(request, Settle | Commit) and self._state.consumers.trains(request.consumer)
+            awaited = isinstance(request, _AWAITED) and self._state.consumers.trains(request.consumer)
             self._state.outbox.reply(route, reply, durable=durable, awaited=awaited)
         return self._state.outbox.take()
 

@@ -62,3 +62,10 @@ def test_the_distance_has_no_direction(a: int, step_a: int, b: int, step_b: int)
     one, other = V(a, step_a), V(b, step_b)
     assert lineage.distance(one, other) == lineage.distance(other, one) >= 0
     assert lineage.distance(one, one) == 0
+
+
+@given(st.sampled_from([0, 1, 3]), STEPS, STEPS)
+def test_within_an_incarnation_staleness_is_the_distance_of_the_steps(one: int, now: int, then: int) -> None:
+    lineage = resumed_twice()
+    assert lineage.distance(V(one, now), V(one, then)) == abs(now - then)
+    assert lineage.staleness(V(one, now), V(one, then)) == max(0, now - then)

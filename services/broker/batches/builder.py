@@ -14,7 +14,9 @@ leave no room. What an environment misses stays owed to it, up to one batch, and
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from operator import attrgetter
+from typing import Final
 
 import msgspec
 
@@ -36,11 +38,13 @@ from rolloutmq.services.broker.batches.exact import Counts, LaneSupply, compose,
 from rolloutmq.services.broker.batches.staleness import StalenessRule
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
 from rolloutmq.services.broker.state.queues import Lane, Lanes
 from rolloutmq.services.broker.state.split_queue import SplitQueue
 
 Candidates = Sequence[Candidate]
+_order: Final = attrgetter("order")
 
 
 class BatchPlan(msgspec.Struct):
@@ -48,6 +52,14 @@ class BatchPlan(msgspec.Struct):
 
     groups: list[StoredGroup]
     short: bool = False
+    _share: BatchShare | None = None
+
+    @property
+    def share(self) -> BatchShare:
+        """The groups, with what they are together."""
+        if self._share is None:
+            self._share = BatchShare(self.groups)
+        return self._share
 
 
 class BatchBuilder:
@@ -76,35 +88,42 @@ class BatchBuilder:
 
     def build(self, stream: Stream, pull: Pull, now: float, wall: float) -> BatchPlan | Wait:
         """Take exactly `pull.sequences`, or at most `pull.tokens` or `pull.groups`, or return the reason to wait."""
-        measure = by_tokens.tokens if pull.tokens else _sequences
         while not self.closed:
             plan = self._take_suspect(pull) or self._compose(stream, pull, now)
             if isinstance(plan, Wait):
                 return plan
-            stale = self._staleness.too_stale(plan.groups, pull.version)
+            share = plan.share
+            age = self._staleness.age(share, pull.version)
+            stale = self._staleness.too_stale(share, age)
             try:
-                damaged = [group for group in plan.groups if group not in stale and not group.body.load()]
+                damaged = [
+                    group
+                    for group in plan.groups
+                    if not (group.body.in_memory or group in stale or group.body.load())
+                ]
             except JournalWaitsError:
                 self._lanes.put_back(plan.groups)
                 return Wait.JOURNAL_SLOW
             if not stale and not damaged:
                 self._no_fit_since.pop(stream, None)
                 if not pull.window:  # those of a window are recorded when they are settled
-                    self._staleness.record(plan.groups, pull.version)
-                self._note_shares(pull, plan.groups, measure)
+                    self._staleness.record(share, age)
+                self._note_shares(pull, share)
                 return plan
             self._lanes.put_back(plan.groups)
             self._dropper.drop(stale, GroupState.EXPIRED, "stale", wall)
             self._dropper.drop(damaged, GroupState.DEAD, "damaged", wall)
         return Wait.END_OF_REPLAY
 
-    def _note_shares(
-        self, pull: Pull, groups: Iterable[StoredGroup], measure: Callable[[StoredGroup], int]
-    ) -> None:
+    def _note_shares(self, pull: Pull, share: BatchShare) -> None:
         """Note what each lane gave to a batch, and what it is owed from now on."""
-        taken: defaultdict[Lane, int] = defaultdict(int)
-        for group in groups:
-            taken[self._lanes.of(group)] += measure(group)
+        taken: dict[Lane, int]
+        if pull.tokens:
+            taken = defaultdict(int)
+            for group in share.groups:
+                taken[self._lanes.of(group)] += by_tokens.tokens(group)
+        else:
+            taken = {self._lanes.of(totals.first): totals.sequences for totals in share.lanes}
         self._lanes.of_split(pull.split).served(taken)
 
     def _take_suspect(self, pull: Pull) -> BatchPlan | None:
@@ -119,7 +138,8 @@ class BatchBuilder:
 
     def is_too_stale(self, group: StoredGroup, version: PolicyVersion) -> bool:
         """Return whether a pull at a policy would drop a group."""
-        return bool(self._staleness.too_stale([group], version))
+        share = BatchShare([group])
+        return bool(self._staleness.too_stale(share, self._staleness.age(share, version)))
 
     def deadline(self, now: float) -> float:
         """Return when a wait for an exact combination, or for a silent lane, may end."""
@@ -160,7 +180,7 @@ class BatchBuilder:
         groups = next_groups(queue, count)
         for group in groups:
             self._lanes.of(group).remove(group)
-        groups.sort(key=lambda group: group.order)
+        groups.sort(key=_order)
         return BatchPlan(groups) if groups else Wait.NO_BATCH
 
     def _compose_few(self, queue: SplitQueue[Lane], floors: Floors, pull: Pull) -> BatchPlan | None:
@@ -251,7 +271,7 @@ class BatchBuilder:
             return Wait.TOO_FEW_GROUPS
         for group in groups:
             self._lanes.of(group).remove(group)
-        groups.sort(key=lambda group: group.order)
+        groups.sort(key=_order)
         return BatchPlan(groups)
 
     def _floors(self, lanes: Iterable[Lane], pull: Pull, now: float) -> Floors | None:
@@ -291,7 +311,7 @@ class BatchBuilder:
             for size, number in counts.items():
                 if number:
                     groups += candidate.lane.take(size, number)
-        groups.sort(key=lambda group: group.order)
+        groups.sort(key=_order)
         return BatchPlan(groups)
 
 
@@ -306,7 +326,7 @@ def _take_alike(queue: SplitQueue[Lane], pull: Pull) -> BatchPlan | None:
     count, rest = divmod(pull.sequences, size)
     if rest or not pull.world_size <= count <= len(queued):
         return None
-    return BatchPlan(sorted(lane.take(size, count), key=lambda group: group.order))
+    return BatchPlan(sorted(lane.take(size, count), key=_order))
 
 
 def _sequences(group: StoredGroup) -> int:

@@ -9,6 +9,7 @@ from rolloutmq.services.broker.batches.rewind import RewindBuffer
 from rolloutmq.services.broker.journal.event_buffer import EventBuffer
 from rolloutmq.services.broker.journal.format.events import Dropped, GroupState
 from rolloutmq.services.broker.journal.stored_group import Frames, StoredGroup
+from rolloutmq.services.broker.state.batch_share import BatchShare, total
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.ledger import Ledger
 from rolloutmq.services.broker.state.queues import Lanes
@@ -48,8 +49,9 @@ class GroupDropper:
                 self._lanes.of(group).rewinding.add(group, -1)
                 self._rewind_buffer.charge(-group.header.nbytes)
             else:
-                self._lanes.of(group).remove(group)
-                self._lanes.let_go(group)
+                lane = self._lanes.of(group)
+                lane.remove(group)
+                self._lanes.let_go(lane, total((group,)))
             self._ledger.move(GroupState.QUEUED, state, reason=reason)
             self.end(group, state, detail or reason, wall)
         self._rewind_buffer.drop_empty()
@@ -59,7 +61,7 @@ class GroupDropper:
         if state is GroupState.DEAD and not self._outbox.muted:
             self._outbox.bury(group, _contents(group), reason)
         self._outbox.dropped(wall, group.header.group_id, state.value, reason)
-        self._groups.gone(group)
+        self._groups.gone(BatchShare((group,)))
 
 
 def _contents(group: StoredGroup) -> Frames | None:

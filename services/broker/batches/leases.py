@@ -13,7 +13,7 @@ tells it so.
 """
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final
 
@@ -22,8 +22,9 @@ import msgspec
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import Pull, Settle
+from rolloutmq.services.broker.batches.outcomes import Outcome, outcomes
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
-from rolloutmq.services.broker.state.group_hops import BatchShare
+from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
 
 REMEMBERED: Final = 64
@@ -42,13 +43,31 @@ class RankShard(msgspec.Struct, eq=False):
         handed_at: When a consumer last pulled it, wall-clock seconds; NaN until then and in a later life of the broker.
     """
 
-    groups: list[StoredGroup]
+    groups: Sequence[StoredGroup]
     progress_at: float
     consumer: str = ""
     request_id: str = ""
     settle: Settle | None = None
     handed_at: float = math.nan
     _share: BatchShare | None = None
+    _outcomes: list[Outcome] | None = None
+
+    def settled_by(self, settle: Settle) -> bool:
+        """Settle it; False, and no change, if the lists of `settle` do not match its groups."""
+        found = outcomes(self.groups, settle)
+        if found is None:
+            return False
+        self.settle, self._outcomes = settle, found
+        return True
+
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """The outcome of each group of a settled shard."""
+        if self._outcomes is None:
+            assert self.settle is not None
+            self._outcomes = outcomes(self.groups, self.settle)
+            assert self._outcomes is not None
+        return self._outcomes
 
     @property
     def share(self) -> BatchShare:
@@ -89,7 +108,12 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
 
     @property
     def settled(self) -> bool:
-        return all(part.settle is not None for part in self.parts)
+        return None not in [part.settle for part in self.parts]
+
+    @property
+    def policy_after(self) -> PolicyVersion:
+        """The policy after it, once it is settled."""
+        return max([part.settle.version for part in self.parts if part.settle is not None])
 
     @property
     def delivered(self) -> bool:
@@ -98,10 +122,15 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
 
     def measure(self) -> None:
         """Note whether the lease exceeds the request: a single large group, or a rewound batch returned whole."""
-        if self.window or (not self.rewound and sum(len(part.groups) for part in self.parts) > 1):
+        if self.window:
             return
-        asked = self.tokens or self.sequences
-        self.over = asked < sum(g.header.tokens if self.tokens else g.header.sequences for g in self.groups)
+        groups = has = 0
+        for part in self.parts:
+            groups += len(part.groups)
+            for totals in part.share.lanes:
+                has += totals.tokens if self.tokens else totals.sequences
+        if self.rewound or groups <= 1:
+            self.over = has > (self.tokens or self.sequences)
 
     def held_by(self, consumer: str) -> Iterator[RankShard]:
         """Yield the shards a consumer has pulled and not settled."""
@@ -199,7 +228,7 @@ class VoidSettlement(msgspec.Struct):
     again."""
 
 
-class EndedLease(msgspec.Struct, frozen=True):
+class EndedLease(msgspec.Struct, frozen=True, eq=False):
     """A remembered settled lease."""
 
     generation: int
@@ -216,6 +245,8 @@ class Leases:
         self._of_stream: dict[Stream, Lease] = {}
         self._windows: dict[Stream, Window] = {}
         self._ended: OrderedDict[int, EndedLease] = OrderedDict()
+        self._ended_of: dict[tuple[str, str], list[EndedLease]] = {}
+        """The same ones by consumer and request, in the order of their end."""
         self.void: dict[tuple[str, Split], VoidSettlement] = {}
         """Void settlements by consumer and split."""
         self._lost: dict[Stream, PolicyVersion] = {}
@@ -299,15 +330,21 @@ class Leases:
         """Close a settled lease and remember its outcome."""
         self._close(lease)
         self._lost.pop(lease.stream, None)
-        settles = tuple(part.settle for part in lease.parts if part.settle is not None)
-        requests = frozenset((part.consumer, part.request_id) for part in lease.parts)
+        settles = tuple([part.settle for part in lease.parts if part.settle is not None])
+        requests = frozenset([(part.consumer, part.request_id) for part in lease.parts])
         self.remember(lease.number, EndedLease(lease.generation, lease.step, settles, requests))
 
     def remember(self, number: int, ended: EndedLease) -> None:
         """Remember how a lease ended, and forget the one that ended longest ago."""
         self._ended[number] = ended
+        for request in ended.requests:
+            self._ended_of.setdefault(request, []).append(ended)
         if len(self._ended) > REMEMBERED:
-            self._ended.popitem(last=False)
+            _, forgotten = self._ended.popitem(last=False)
+            for request in forgotten.requests:
+                self._ended_of[request].remove(forgotten)
+                if not self._ended_of[request]:
+                    del self._ended_of[request]
 
     def lose(self, lease: Lease) -> None:
         """Close a lease without an outcome. It is not remembered, so its ranks are fenced; settlements are void."""
@@ -393,7 +430,7 @@ class Leases:
         part.consumer, part.request_id = consumer, request_id
         if lease.window:
             self._windows[lease.stream].delivered(lease)
-        self.forget_void(consumer, (lease.split,))
+        self.void.pop((consumer, lease.split), None)
 
     def ended(self) -> Iterator[tuple[int, EndedLease]]:
         """Yield the remembered leases, oldest first."""
@@ -402,9 +439,9 @@ class Leases:
     def numbered(self, number: int) -> Lease | None:
         return self._open.get(number)
 
-    def over(self, consumer: str, request_id: str) -> bool:
-        """Return whether a request got a batch already settled."""
-        return any((consumer, request_id) in ended.requests for ended in self._ended.values())
+    def ended_of(self, consumer: str, request_id: str) -> Sequence[EndedLease]:
+        """Return the remembered leases of a request, oldest first: a request is over if it has one."""
+        return self._ended_of.get((consumer, request_id), ())
 
     def clear(self) -> None:
         """Forget everything but the numbers."""
@@ -414,6 +451,7 @@ class Leases:
         self._of_stream.clear()
         self._windows.clear()
         self._ended.clear()
+        self._ended_of.clear()
 
     def validate(self) -> None:
         """Assert that both indexes hold the same leases and that no group is in two of them."""
@@ -427,3 +465,5 @@ class Leases:
         ids = [id(group) for lease in self for group in lease.groups]
         assert len(ids) == len(set(ids))
         assert not any(lease.settled for lease in self)
+        ended = [request for one in self._ended.values() for request in one.requests]
+        assert Counter(ended) == {request: len(found) for request, found in self._ended_of.items()}

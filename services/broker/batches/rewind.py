@@ -9,7 +9,7 @@ batches are forgotten.
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -18,7 +18,7 @@ from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
-from rolloutmq.services.broker.state.group_hops import BatchShare
+from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
 
 FORGET_PARTS: Final = 2
@@ -30,33 +30,38 @@ class RetainedBatch(msgspec.Struct, eq=False, kw_only=True):
 
     Attributes:
         stepped: The trainer took a step with it. A batch without a signal is retained for the order only.
-        states: The state of each group of `shards`, in their order.
+        shares: The groups of each rank that are retained.
+        states: The state of each group of `shares`, in their order.
         moments: Moments that the batch brought; see `Lease`.
+        nbytes: Bytes of its groups.
+        trained: Number of its trained groups.
         settled_at: When it was settled, wall-clock seconds; 0 if that was in an earlier life of the broker.
-        shares: The groups of `shards` as they were handed out, for their hops; empty if some of those were rejected.
     """
 
     version: PolicyVersion
     stepped: bool
     split: Split
-    shards: list[list[StoredGroup]]
+    shares: tuple[BatchShare, ...]
     states: list[list[GroupState]]
     short: bool = False
     moments: dict[str, Moments] = {}
     settled_at: float = 0.0
-    shares: tuple[BatchShare, ...] = ()
+    nbytes: int = 0
+    trained: int = 0
 
-    def hop_shares(self) -> Sequence[BatchShare]:
-        """Return its groups, for their hops."""
-        return self.shares or [BatchShare(groups) for groups in self.shards]
-
-    def members(self) -> Iterator[tuple[StoredGroup, GroupState]]:
-        for groups, states in zip(self.shards, self.states, strict=True):
-            yield from zip(groups, states, strict=True)
+    def __post_init__(self) -> None:
+        for share, states in zip(self.shares, self.states, strict=True):
+            self.nbytes += share.nbytes
+            self.trained += states.count(GroupState.TRAINED)
 
     @property
-    def nbytes(self) -> int:
-        return sum(group.header.nbytes for groups in self.shards for group in groups)
+    def shards(self) -> list[list[StoredGroup]]:
+        """The groups of each share, in lists of their own."""
+        return [[*share.groups] for share in self.shares]
+
+    def members(self) -> Iterator[tuple[StoredGroup, GroupState]]:
+        for share, states in zip(self.shares, self.states, strict=True):
+            yield from zip(share.groups, states, strict=True)
 
 
 class RewoundBatch(msgspec.Struct, eq=False):

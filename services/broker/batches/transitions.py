@@ -9,7 +9,6 @@ code: `lease` decides and `apply_lease` changes, likewise `settle` and `apply_se
 `rewind` and `apply_rewind`.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
@@ -17,7 +16,7 @@ from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.errors import JournalWaitsError
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Wait
-from rolloutmq.schemas.wire.requests import Pull, Settle
+from rolloutmq.schemas.wire.requests import Pull
 from rolloutmq.services.broker.batches.blame import certain, losses
 from rolloutmq.services.broker.batches.builder import BatchBuilder
 from rolloutmq.services.broker.batches.drop import GroupDropper
@@ -35,48 +34,11 @@ from rolloutmq.services.broker.journal.format.events import (
     Rewound,
 )
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Groups, Stream
 from rolloutmq.services.broker.state.ledger import Ledger
-from rolloutmq.services.broker.state.queues import Lane, Lanes
+from rolloutmq.services.broker.state.queues import Lanes
 from rolloutmq.services.broker.state.rates import Rate
-
-Outcome = tuple[GroupState, str]
-"""State and reason of a settled group."""
-
-
-def outcomes(part: RankShard, settle: Settle) -> list[Outcome] | None:
-    """Return the outcome of each group of a shard; None if the lists of `settle` do not match the shard."""
-    named: dict[str, list[Outcome]] = {}
-    for group_id in settle.trained:
-        named.setdefault(group_id, []).append((GroupState.TRAINED, ""))
-    for group_id in settle.filtered:
-        named.setdefault(group_id, []).append((GroupState.FILTERED, ""))
-    for rejected in settle.rejected:
-        named.setdefault(rejected.group_id, []).append((GroupState.DEAD, rejected.reason))
-    result = []
-    for group in part.groups:
-        left = named.get(group.header.group_id)
-        if not left:
-            return None
-        result.append(left.pop(0))
-    return None if any(named.values()) else result
-
-
-def mismatch(shard: RankShard, settle: Settle) -> str:
-    """Return the error of a settlement without `outcomes`."""
-    rejected = [rejected.group_id for rejected in settle.rejected]
-    named = Counter([*settle.trained, *settle.filtered, *rejected])
-    held = Counter(group.header.group_id for group in shard.groups)
-    missing, surplus = sorted((held - named).elements()), sorted((named - held).elements())
-    return (
-        "settle: every group of this rank's shard must appear exactly once in trained, filtered or rejected "
-        f"(missing: {_some(missing)}; surplus: {_some(surplus)})"
-    )
-
-
-def _some(names: list[str]) -> str:
-    """Return up to three names, for an error."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "") or "none"
 
 
 class GroupTransitions:
@@ -125,12 +87,15 @@ class GroupTransitions:
             shards, short, moments = again.shards, again.short, again.moments
             if len(shards) != pull.world_size:
                 shards = shard(again.groups, pull.world_size)
+            shares = [BatchShare(groups) for groups in shards]
         else:
             plan = self._builder.build(stream, pull, now, wall)
             if isinstance(plan, Wait):
                 return plan
-            shards, short = shard(plan.groups, pull.world_size), plan.short
-            moments = {group.env: self._lanes.of(group).rewards for group in plan.groups}
+            one, short = plan.share, plan.short
+            moments = {totals.first.env: self._lanes.of(totals.first).rewards for totals in one.lanes}
+            shards = shard(one.groups, pull.world_size)
+            shares = [one] if pull.world_size == 1 else [BatchShare(groups) for groups in shards]
         lease = Lease(
             number=self._leases.next_number(),
             generation=self._leases.next_generation(),
@@ -140,7 +105,7 @@ class GroupTransitions:
             sequences=pull.sequences,
             tokens=pull.tokens,
             window=pull.window,
-            parts=[RankShard(groups, now) for groups in shards],
+            parts=[RankShard(share.groups, now, _share=share) for share in shares],
             short=short,
             rewound=again is not None,
             moments=moments,
@@ -193,11 +158,13 @@ class GroupTransitions:
 
     def apply_lease(self, lease: Lease) -> None:
         """Count the groups of a new lease, which were taken from their queues, as leased."""
-        for group in lease.groups:
-            group.deliveries += 1
+        for part in lease.parts:
+            for group in part.groups:
+                group.deliveries += 1
             if not lease.rewound:
-                self._lanes.of(group).leased.add(group)
-        self._ledger.move(GroupState.QUEUED, GroupState.LEASED, sum(1 for _ in lease.groups))
+                for totals in part.share.lanes:
+                    self._lanes.of(totals.first).leased.count(totals)
+            self._ledger.move(GroupState.QUEUED, GroupState.LEASED, len(part.groups))
         self._leases.open(lease)
 
     def carve(self, groups: Sequence[StoredGroup], consumer: str, request_id: str) -> Lease:
@@ -220,67 +187,89 @@ class GroupTransitions:
         consumer_group = lease.stream[0]
         batch = self.apply_settle(lease, wall)
         batch.settled_at = wall
-        if [*map(len, batch.shards)] == [len(part.groups) for part in lease.parts]:  # none was rejected
-            batch.shares = tuple(part.share for part in lease.parts)
         if lease.split is Split.TRAIN:
-            self.consumed.add(sum(group.header.sequences for group, _ in batch.members()), now)
+            for share in batch.shares:
+                self.consumed.add(share.sequences, now)
         surplus = self._rewind_buffer.surplus(consumer_group, self._retain_bytes)
         if surplus:
             self._events.add(Forgot(consumer_group, surplus))
             self.forget_oldest(consumer_group, surplus)
-        for group, _ in batch.members():
-            # A batch may be retained for long, and its producer needs the arena.
-            group.body.leave_arena()
+        for share in batch.shares:
+            for group in share.groups:
+                # A batch may be retained for long, and its producer needs the arena.
+                if group.body.slot is not None:
+                    group.body.leave_arena()
 
     def apply_settle(self, lease: Lease, wall: float) -> RetainedBatch:
         """Move the groups of a settled lease to their outcomes, and retain the batch for its checkpoint."""
         self._leases.end(lease)
-        settles = [part.settle for part in lease.parts if part.settle is not None]
-        shards: list[list[tuple[StoredGroup, GroupState]]] = []
-        for part, settle in zip(lease.parts, settles, strict=True):
-            ended = outcomes(part, settle)
-            assert ended is not None
-            alive: list[tuple[StoredGroup, GroupState]] = []
-            for group, outcome in zip(part.groups, ended, strict=True):
-                self._end(lease, group, outcome, wall)
-                if outcome[0] is not GroupState.DEAD:
-                    alive.append((group, outcome[0]))
-            shards.append(alive)
+        shares, states = [], []
+        for part in lease.parts:
+            share, kept = self._settle_share(lease, part, wall)
+            shares.append(share)
+            states.append(kept)
         batch = RetainedBatch(
-            version=max(settle.version for settle in settles),
-            stepped=any(state is GroupState.TRAINED for alive in shards for _, state in alive),
+            version=lease.policy_after,
+            stepped=any([GroupState.TRAINED in kept for kept in states]),
             split=lease.split,
-            shards=[[group for group, _ in alive] for alive in shards],
-            states=[[state for _, state in alive] for alive in shards],
+            shares=tuple(shares),
+            states=states,
             short=lease.short,
             moments=lease.moments,
         )
-        if any(batch.shards):
+        if any(states):
             self._rewind_buffer.retain(lease.stream[0], batch)
         return batch
 
-    def _end(self, lease: Lease, group: StoredGroup, outcome: Outcome, wall: float) -> None:
-        state, reason = outcome
-        lane = self._count_out(lease.rewound, group)
-        lane.settled_sequences += group.header.sequences
+    def _settle_share(
+        self, lease: Lease, part: RankShard, wall: float
+    ) -> tuple[BatchShare, list[GroupState]]:
+        """Count a shard out of its lease; return the groups that are retained, and their states."""
+        share, states = part.share, [state for state, _ in part.outcomes]
+        trained = states.count(GroupState.TRAINED)
+        all_trained = trained == len(states)
+        for totals in share.lanes:
+            lane = self._lanes.of(totals.first)
+            lane.settled_sequences += totals.sequences
+            lane.trained_groups += totals.groups if all_trained else 0
+            if lease.rewound:
+                lane.rewinding.count(totals, -1)
+            else:
+                lane.leased.count(totals, -1)
+                self._lanes.let_go(lane, totals)
+        if not all_trained:
+            share, states = self._settle_apart(lease, part, wall)
+        self._ledger.move(GroupState.LEASED, GroupState.TRAINED, trained)
+        self._ledger.move(GroupState.LEASED, GroupState.FILTERED, len(states) - trained)
         if not lease.rewound:
-            self._lanes.let_go(group)
-        if state is GroupState.DEAD:
+            self._rewind_buffer.charge(share.nbytes)
+        for group in share.groups:
+            if group.body.place is not None:
+                group.body.shed()
+        return share, states
+
+    def _settle_apart(
+        self, lease: Lease, part: RankShard, wall: float
+    ) -> tuple[BatchShare, list[GroupState]]:
+        """End the groups that the trainer could not use; return the others, and their states."""
+        kept: list[StoredGroup] = []
+        states: list[GroupState] = []
+        for group, (state, reason) in zip(part.groups, part.outcomes, strict=True):
+            if state is not GroupState.DEAD:
+                self._lanes.of(group).trained_groups += state is GroupState.TRAINED
+                kept.append(group)
+                states.append(state)
+                continue
             if lease.rewound:
                 self._rewind_buffer.charge(-group.header.nbytes)
             self._ledger.move(GroupState.LEASED, state, reason="rejected")
             self._dropper.end(group, state, f"rejected: {reason}", wall)
-            return
-        self._ledger.move(GroupState.LEASED, state)
-        lane.trained_groups += state is GroupState.TRAINED
-        group.body.shed()
-        if not lease.rewound:
-            self._rewind_buffer.charge(group.header.nbytes)
+        return part.share if len(kept) == len(part.groups) else BatchShare(kept), states
 
-    def _count_out(self, rewound: bool, group: StoredGroup) -> Lane:
-        lane = self._lanes.of(group)
-        (lane.rewinding if rewound else lane.leased).add(group, -1)
-        return lane
+    def _count_out(self, share: BatchShare) -> None:
+        """Count a shard out of its lease, which is not of a rewound batch."""
+        for totals in share.lanes:
+            self._lanes.of(totals.first).leased.count(totals, -1)
 
     def lose(self, lease: Lease, wall: float, *, failed: bool, why: str) -> None:
         """Take one lease back; see `lose_together`."""
@@ -326,8 +315,8 @@ class GroupTransitions:
         if lease.rewound:
             self._requeue_rewound(lease.stream, _rewound_batches(lease, split_up=split_up))
             return
-        for group in groups:
-            self._count_out(False, group)
+        for part in lease.parts:
+            self._count_out(part.share)
         self._lanes.put_back(groups)
 
     def _unlease(self, lease: Lease, *, failed: bool) -> list[StoredGroup]:
@@ -358,18 +347,17 @@ class GroupTransitions:
     def _commit(self, covered: Iterable[RetainedBatch]) -> None:
         for batch in covered:
             self._rewind_buffer.charge(-batch.nbytes)
-            for group, state in batch.members():
-                if state is GroupState.TRAINED:
-                    self._ledger.move(GroupState.TRAINED, GroupState.COMMITTED)
-                self._groups.gone(group)
+            self._ledger.move(GroupState.TRAINED, GroupState.COMMITTED, batch.trained)
+            for share in batch.shares:
+                self._groups.gone(share)
 
     def forget_oldest(self, consumer_group: str, count: int) -> None:
         """Forget retained batches without a checkpoint; their groups stay counted as they are."""
         for batch in self._rewind_buffer.pop_oldest(consumer_group, count):
             self._rewind_buffer.charge(-batch.nbytes)
-            self._ledger.forgotten += sum(state is GroupState.TRAINED for _, state in batch.members())
-            for group, _ in batch.members():
-                self._groups.gone(group)
+            self._ledger.forgotten += batch.trained
+            for share in batch.shares:
+                self._groups.gone(share)
 
     def forget_unclaimed(self) -> None:
         """Forget the batches of trainers that never committed: no resume will ask for them."""
@@ -393,12 +381,15 @@ class GroupTransitions:
 
     def apply_recall(self, lease: Lease, *, failed: bool, split_up: bool) -> None:
         """Move an open lease to the rewind queue, ahead of which the batches before it will be put."""
-        groups = self._unlease(lease, failed=failed)
+        self._unlease(lease, failed=failed)
         if not lease.rewound:
-            for group in groups:
-                self._count_out(False, group).rewinding.add(group)
-                self._lanes.let_go(group)
-                self._rewind_buffer.charge(group.header.nbytes)
+            for part in lease.parts:
+                self._count_out(part.share)
+                for totals in part.share.lanes:
+                    lane = self._lanes.of(totals.first)
+                    lane.rewinding.count(totals)
+                    self._lanes.let_go(lane, totals)
+                    self._rewind_buffer.charge(totals.nbytes)
         self._requeue_rewound(lease.stream, _rewound_batches(lease, split_up=split_up))
 
     def apply_rewind(self, consumer_group: str, version: PolicyVersion) -> None:
@@ -430,11 +421,7 @@ class GroupTransitions:
             self._discard(list(lane.in_order()), GroupState.QUEUED, wall)
         for batch in self._rewind_buffer.all_queued():
             self._discard(batch.groups, GroupState.QUEUED, wall)
-        self._ledger.forgotten += sum(
-            state is GroupState.TRAINED
-            for batch in self._rewind_buffer.all_retained()
-            for _, state in batch.members()
-        )
+        self._ledger.forgotten += sum([batch.trained for batch in self._rewind_buffer.all_retained()])
         self._leases.clear()
         self._rewind_buffer.clear()
         self._lanes.clear()
@@ -448,7 +435,7 @@ class GroupTransitions:
 
 
 def _rewound_batches(lease: Lease, *, split_up: bool) -> list[RewoundBatch]:
-    batch = RewoundBatch([part.groups for part in lease.parts], lease.short, lease.moments)
+    batch = RewoundBatch([[*part.groups] for part in lease.parts], lease.short, lease.moments)
     return batch.split_groups() if split_up else [batch]
 
 

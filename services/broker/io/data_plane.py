@@ -168,6 +168,10 @@ class BrokerLogs(NamedTuple):
     settled: LineSink
 
 
+def _is_publication(action: Action) -> bool:
+    return isinstance(action, Publish)
+
+
 class DataPlane:
     """Drives the core on its sockets. All methods but `stop` belong to one thread."""
 
@@ -226,10 +230,10 @@ class DataPlane:
         Raises:
             JournalFailedError: The disk failed; nothing more is sent.
         """
+        due = self.core.next_deadline(time.monotonic())
         while not self._stopping and not self.core.shutdown:
-            due = self.core.next_deadline(time.monotonic())
             self._round(self._wait(due))
-            self._tick(due)
+            due = self._tick(due)
             self._commit()
             self._fd_guard.check(time.monotonic())
             self._guard_memory(time.monotonic())
@@ -273,7 +277,8 @@ class DataPlane:
 
     def _round(self, readable: set[object]) -> None:
         sockets = self._sockets
-        self._wake.clear()
+        if self._wake.fileno() in readable:
+            self._wake.clear()
         self._open_door()
         if sockets.serve in readable:
             self._burst(self._serve_one)
@@ -291,20 +296,23 @@ class DataPlane:
             for reason in self._door.look(time.monotonic()):
                 self._reject(f"listen: {reason}")
 
-    def _tick(self, due: float) -> None:
+    def _tick(self, due: float) -> float:
+        """Do the core's periodic work, if some is due; return when the next is."""
         # Messages of this round may have moved the deadline, forward or back: the earlier one counts.
         now = time.monotonic()
-        if now >= due or now >= self.core.next_deadline(now):
-            if self._journal is not None and now >= self._health_due:
-                self._health_due = now + HEALTH_S
-                self.core.journaled(self._journal.status(), now)
-            self._perform(self.core.tick(now, time.time()))
-            self._warn(self._stale_log.warnings(now))
-            if self._shared_run is not None and now >= self._sweep_due:
-                self._sweep_due = now + SWEEP_S
-                self._shared_run.sweep(now)
-                self._tell_network(self._shared_run, now)
-                self._shared_run.clock_log.note(self.core.clocks(), time.time())
+        if now < due and now < (due := self.core.next_deadline(now)):
+            return due
+        if self._journal is not None and now >= self._health_due:
+            self._health_due = now + HEALTH_S
+            self.core.journaled(self._journal.status(), now)
+        self._perform(self.core.tick(now, time.time()))
+        self._warn(self._stale_log.warnings(now))
+        if self._shared_run is not None and now >= self._sweep_due:
+            self._sweep_due = now + SWEEP_S
+            self._shared_run.sweep(now)
+            self._tell_network(self._shared_run, now)
+            self._shared_run.clock_log.note(self.core.clocks(), time.time())
+        return self.core.next_deadline(now)
 
     def _tell_network(self, shared_run: SharedRun, now: float) -> None:
         """Tell monitors what is known of other hosts."""
@@ -540,12 +548,18 @@ class DataPlane:
         self._sockets.events.send_multipart(frames, zmq.NOBLOCK)
 
     def _perform(self, actions: Iterable[Action]) -> None:
-        """Hand new events to the journal, and perform the actions that need not wait for it; defer the others."""
+        """Hand new events to the journal, and perform the actions that need not wait for it; defer the others.
+
+        Peers wait for replies, so they go before what is published.
+        """
         journal = self._journal
-        if journal is not None:
-            journal.append(self.core.events())
-        for action in actions:
-            if journal is None or not action.durable or journal.done >= journal.ticket:
+        if journal is None:
+            for action in sorted(actions, key=_is_publication):
+                self._do(action)
+            return
+        journal.append(self.core.events())
+        for action in sorted(actions, key=_is_publication):
+            if not action.durable or journal.done >= journal.ticket:
                 self._deferred.sent(action)
                 self._do(action)
             else:

@@ -27,6 +27,12 @@ ACKS_LIMIT: Final = 1 << 16
 """Sessions with a remembered last durable ack."""
 
 
+_WITH_ACK: Final = (Publish, Reply)
+"""Actions that may carry an ack."""
+_ABOUT_LEASES: Final = (Batch, Settled)
+"""Replies that report a lease and no other change."""
+
+
 class _Entry(msgspec.Struct, eq=False):
     ticket: int
     action: Action | None
@@ -160,7 +166,7 @@ class DeferredReplies:
 
     def sent(self, action: Action) -> None:
         """Remember a sent ack."""
-        if isinstance(action, Publish | Reply) and isinstance(action.message, Ack):
+        if isinstance(action, _WITH_ACK) and isinstance(action.message, Ack):
             ack = action.message
             self._acks.pop(ack.session, None)
             self._acks[ack.session] = ack
@@ -169,7 +175,7 @@ class DeferredReplies:
 
     def last_durable_ack(self, action: Action) -> Action | None:
         """Return the last durable ack in place of a deferred one, or None if there is none."""
-        if not isinstance(action, Publish | Reply) or not isinstance(action.message, Ack):
+        if not isinstance(action, _WITH_ACK) or not isinstance(action.message, Ack):
             return None
         ack = self._acks.get(action.message.session)
         if ack is None or ack.epoch != action.message.epoch:
@@ -186,4 +192,4 @@ def _batch(action: Action) -> tuple[bytes, int] | None:
 
 def _is_lease_reply(action: Action) -> bool:
     """Return whether an action reports a lease and no other change."""
-    return isinstance(action, Reply) and isinstance(action.message, Batch | Settled)
+    return isinstance(action, Reply) and isinstance(action.message, _ABOUT_LEASES)

@@ -185,7 +185,7 @@ class GroupBody(msgspec.Struct, eq=False):
         if self._frames is not None and self._ram is not None:
             self._ram.used_bytes -= self.nbytes
         lying, self._frames = self._frames, None
-        if lying is not None:
+        if lying is not None and self.slot is not None:
             self._free(lying)
 
     def _free(self, lying: Frames) -> None:

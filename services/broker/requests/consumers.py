@@ -5,12 +5,13 @@ A batch is delivered with its frames, or with the addresses of its groups in sha
 
 import math
 from collections.abc import Iterable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
+import msgspec
 from msgspec.structs import replace
 
 from rolloutmq.schemas.errors import JournalWaitsError
-from rolloutmq.schemas.wire.envelope import ArenaRef, ErrorCode, PolicyVersion, Split
+from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable, ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import (
     Batch,
     ConsumerRegistered,
@@ -33,7 +34,7 @@ from rolloutmq.schemas.wire.requests import (
 from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.batches.consumers import POLL_S, Consumer, WaitingPull
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
-from rolloutmq.services.broker.batches.transitions import mismatch, outcomes
+from rolloutmq.services.broker.batches.outcomes import mismatch
 from rolloutmq.services.broker.broker_state import BrokerState, of_another_run, refuse, taken_over
 from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
@@ -213,7 +214,7 @@ class ConsumerRequests:
             return unfit
         if not math.isfinite(pull.wait_s):
             return refuse(ErrorCode.INVALID, f"wait_s: must be a finite number (got {pull.wait_s})")
-        if state.leases.over(pull.consumer, pull.request_id):
+        if state.leases.ended_of(pull.consumer, pull.request_id):
             return refuse(ErrorCode.LEASE_LOST, f"request {pull.request_id} got a batch that is settled")
         lease = state.leases.of((pull.group, pull.split))
         if lease is not None and not pull.window and lease.step == pull.step and not lease.fits(pull):
@@ -237,6 +238,7 @@ class ConsumerRequests:
             return True
         if waiting.wait is Wait.STEP_MISMATCH:
             return False
+        last = state.leases.last_number  # the groups of a lease with a higher number were loaded just now
         lease = self._lease(waiting, now, wall)
         if isinstance(lease, Wait):
             self._hold(waiting, self._cap(lease, pull.split), now)
@@ -246,7 +248,7 @@ class ConsumerRequests:
             self._hold(waiting, Wait.LEASED_ELSEWHERE, now)
             return False
         try:
-            readable = self._readable(lease, part, wall)
+            readable = lease.number > last or self._readable(lease, part, wall)
         except JournalWaitsError:
             self._hold(waiting, Wait.JOURNAL_SLOW, now)
             return False
@@ -418,14 +420,13 @@ class ConsumerRequests:
         part.progress_at = now
         if lease.window:
             self._state.leases.advanced(pull.consumer, now)
-        tables = {group.table.id: group.table for group in part.groups}
         contents = deliveries(part.groups, in_place=pull.arenas)
         batch = Batch(
             lease=lease.number,
             generation=lease.generation,
             step=lease.step,
             groups=contents.groups,
-            tables=tuple(tables.values()),
+            tables=contents.tables,
             arenas=contents.arenas,
             short=lease.short,
             rewound=lease.rewound,
@@ -434,8 +435,9 @@ class ConsumerRequests:
         )
         self._state.outbox.reply(waiting.route, batch, contents.frames, durable=True, awaited=waiting.blocks)
         self._state.consumers.served(pull.consumer, now)
-        for group in part.groups:
-            group.body.spare()
+        if self._state.ram is not None and self._state.ram.short:
+            for group in part.groups:
+                group.body.spare()
 
     def _give_up(self, waiting: WaitingPull, now: float) -> None:
         state = self._state
@@ -470,9 +472,8 @@ class ConsumerRequests:
         if part.settle is None:
             if (skipped := _skips(lease, settle.version)) is not None:
                 return skipped
-            if outcomes(part, settle) is None:
-                return refuse(ErrorCode.INVALID, mismatch(part, settle))
-            part.settle = settle
+            if not part.settled_by(settle):
+                return refuse(ErrorCode.INVALID, mismatch(part.groups, settle))
             state.events.add(Settles(settle))
             state.hops.settled(part.share, wall - part.handed_at)
             if lease.settled:
@@ -498,19 +499,16 @@ class ConsumerRequests:
         if lease.split is Split.TRAIN:
             self._state.settled_busy_s = now - self._state.starved_s
         self.moved_on(lease)
-        self.settlements.ended(lease, self._policy_after(lease), wall)
+        self.settlements.ended(lease, wall)
         self._state.permits_due = True
         self.serve(now, wall)
-
-    def _policy_after(self, lease: Lease) -> PolicyVersion:
-        return max(part.settle.version for part in lease.parts if part.settle is not None)
 
     def moved_on(self, lease: Lease) -> None:
         """Note the policy after a settled lease."""
         state = self._state
         state.consumers.moved_on(lease.stream[0])
         if lease.split is Split.TRAIN:
-            policy = self._policy_after(lease)
+            policy = lease.policy_after
             state.run.policy = policy
             state.consumers.settled(lease.stream[0], policy)
             for part in lease.parts:
@@ -525,7 +523,7 @@ class ConsumerRequests:
             return refuse(ErrorCode.INVALID, f"this broker serves run {self._state.run.name}")
         for batch in self._state.transitions.commit(request.group, request.version):
             if batch.settled_at:
-                for share in batch.hop_shares():
+                for share in batch.shares:
                     self._state.hops.committed(share, wall - batch.settled_at)
         return Ok()
 
@@ -645,10 +643,11 @@ class ConsumerRequests:
         self._state.consumers.clear()
 
 
-class GroupDeliveries(NamedTuple):
+class GroupDeliveries(msgspec.Struct, frozen=True):
     """The parts of a `Batch` reply about groups, and the frames that follow it."""
 
     groups: tuple[Delivery, ...]
+    tables: tuple[ColumnTable, ...]
     arenas: tuple[ArenaRef, ...]
     frames: tuple[Any, ...]
 
@@ -659,15 +658,17 @@ def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliver
     Frames leave after this call, when a slot may already be another group's: they are copied out of arenas.
     """
     listed: list[Delivery] = []
+    tables: dict[str, ColumnTable] = {}
     arenas: dict[ArenaRef, int] = {}
     frames: list[Any] = []
     for group in groups:
-        slot, place = group.body.slot, None
-        if in_place and isinstance(slot, ArenaSlot):
-            group.body.shown = True
+        body, table, place = group.body, group.table, None
+        tables[table.id] = table
+        if in_place and isinstance(slot := body.slot, ArenaSlot):
+            body.shown = True
             place = arenas.setdefault(slot.arena.ref, len(arenas)), slot.offset
         else:
-            frames += group.body.own_frames
+            frames += body.own_frames
         listed.append(
             Delivery(
                 header=group.header,
@@ -678,7 +679,7 @@ def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliver
                 place=place,
             )
         )
-    return GroupDeliveries(tuple(listed), tuple(arenas), tuple(frames))
+    return GroupDeliveries(tuple(listed), tuple(tables.values()), tuple(arenas), tuple(frames))
 
 
 def _skips(lease: Lease, version: PolicyVersion) -> ErrorReply | None:

@@ -7,8 +7,10 @@ until the settlement is durable: it names no group that a restarted broker would
 between leaves a settlement without a line; the ledger decides on counts.
 """
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from math import inf, isfinite
+from operator import mul
 
 import msgspec
 from msgspec.structs import replace
@@ -21,7 +23,7 @@ from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.schemas.wire.requests import LogFigures
 from rolloutmq.schemas.wire.training import BatchSettled
 from rolloutmq.services.broker.batches.leases import Lease
-from rolloutmq.services.broker.batches.transitions import outcomes
+from rolloutmq.services.broker.batches.outcomes import TRAINED
 from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -42,8 +44,10 @@ class _Ended(msgspec.Struct):
         found = cls([], [], [])
         places = {GroupState.TRAINED: found.trained, GroupState.FILTERED: found.filtered}
         for part in lease.parts:
-            states = outcomes(part, part.settle) if part.settle is not None else None
-            for group, (state, _) in zip(part.groups, states or (), strict=True):
+            if part.outcomes.count(TRAINED) == len(part.groups):
+                found.trained += part.groups
+                continue
+            for group, (state, _) in zip(part.groups, part.outcomes, strict=True):
                 places.get(state, found.rejected).append(group)
         return found
 
@@ -54,14 +58,15 @@ class Settlements:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
 
-    def ended(self, lease: Lease, policy: PolicyVersion, wall: float) -> None:
-        """Report a training batch that all ranks have settled; `policy` is the one after it."""
+    def ended(self, lease: Lease, wall: float) -> None:
+        """Report a training batch that all ranks have settled."""
         if lease.split is not Split.TRAIN:
             return
-        ended = _Ended.of(lease)
-        pulled = _pulled_at(lease, policy)
-        staleness = [self._state.staleness.staleness(group, pulled) for group in ended.trained]
-        used = [*ended.trained, *ended.filtered]
+        ended, policy = _Ended.of(lease), lease.policy_after
+        used = [group.header for group in (*ended.trained, *ended.filtered)]
+        staleness = self._staleness(ended.trained, _pulled_at(lease, policy))
+        means = [header.rewards.mean for header in used]
+        sizes = [header.sequences for header in used]
         self._state.outbox.settled(
             SettledBatch(
                 at=wall,
@@ -70,13 +75,12 @@ class Settlements:
                 filtered=_ids(ended.filtered),
                 rejected=_ids(ended.rejected),
                 staleness=tuple(staleness),
-                rewards=tuple(bounded(group.header.rewards.mean) for group in used),
+                rewards=_all_bounded(means),
                 rewound=lease.rewound,
                 consumer=lease.parts[0].consumer,
             )
         )
-        sequences = sum(group.header.sequences for group in used)
-        scored = sum(group.header.rewards.mean * group.header.sequences for group in used)
+        sequences = sum(sizes)
         run = self._state.run.name
         event = BatchSettled(
             run=run,
@@ -84,17 +88,28 @@ class Settlements:
             step=policy.step,
             at=wall,
             stepped=bool(ended.trained),
-            reward=bounded(scored / sequences) if sequences else 0.0,
+            reward=bounded(sum(map(mul, means, sizes)) / sequences) if sequences else 0.0,
             sequences=sequences,
-            tokens=sum(group.header.tokens for group in used),
+            tokens=sum([header.tokens for header in used]),
             trained=len(ended.trained),
             filtered=len(ended.filtered),
             rejected=len(ended.rejected),
             staleness_max=max(staleness, default=0),
             staleness_mean=sum(staleness) / len(staleness) if staleness else 0.0,
-            scores=lane_scores(used),
+            scores=lane_scores([*ended.trained, *ended.filtered]),
         )
         self._state.outbox.publish(topics.telemetry("settled", run), event)
+
+    def _staleness(self, groups: Sequence[StoredGroup], pulled: PolicyVersion) -> list[int]:
+        """Return the staleness of each group; it is computed once for each policy."""
+        known: dict[PolicyVersion, int] = {}
+        found = []
+        for group in groups:
+            oldest = group.header.oldest
+            if (steps := known.get(oldest)) is None:
+                steps = known[oldest] = self._state.run.lineage.staleness(pulled, oldest)
+            found.append(steps)
+        return found
 
     def resumed(self, version: PolicyVersion, wall: float) -> None:
         """Report that a trainer resumed at a checkpoint: the lines of later steps are void."""
@@ -118,7 +133,7 @@ class Settlements:
 
 
 def _ids(groups: Iterable[StoredGroup]) -> tuple[str, ...]:
-    return tuple(group.header.group_id for group in groups)
+    return tuple([group.header.group_id for group in groups])
 
 
 def _pulled_at(lease: Lease, policy: PolicyVersion) -> PolicyVersion:
@@ -126,75 +141,65 @@ def _pulled_at(lease: Lease, policy: PolicyVersion) -> PolicyVersion:
     return replace(policy, step=max(0, policy.step - 1)) if lease.window else lease.version
 
 
-def lane_scores(groups: Iterable[StoredGroup]) -> tuple[LaneScores, ...]:
+def _all_bounded(values: list[float]) -> tuple[float, ...]:
+    """Return `bounded` values; finite ones, whose sum shows at a glance that they are, stay as they are."""
+    return tuple(values) if isfinite(sum(values)) else tuple(map(bounded, values))
+
+
+def lane_scores(groups: Sequence[StoredGroup]) -> tuple[LaneScores, ...]:
     """Return the scores of each environment, by name, as far as headers tell them; see `BatchSettled.scores`."""
-    found: dict[str, _Tally] = {}
+    lanes: defaultdict[str, list[GroupHeader]] = defaultdict(list)
     for group in groups:
-        if _is_sound(group.header.rewards):
-            if (tally := found.get(group.env)) is None:
-                tally = found[group.env] = _Tally()
-            tally.add(group.header)
-    return tuple(found[env].scores(env) for env in sorted(found))
+        lanes[group.env].append(group.header)
+    found = [_scores(env, lanes[env]) for env in sorted(lanes)]
+    return tuple([scores for scores in found if scores.groups])
 
 
-def _is_sound(rewards: RewardSummary) -> bool:
-    """Return whether a summary, which a peer sent, does not contradict itself; no comparison holds for NaN."""
-    return (
-        rewards.low <= rewards.mean <= rewards.high
-        and rewards.m2 >= 0
-        and isfinite(rewards.high - rewards.low)
-    )
+def _scores(env: str, headers: Iterable[GroupHeader]) -> LaneScores:
+    """Return the sums over groups of one environment, without those whose summary contradicts itself.
 
-
-class _Tally:
-    """Sums over the groups of one environment; a broker adds thousands of groups a second."""
-
-    __slots__ = ("at_high", "at_low", "flat", "groups", "high", "low", "m2", "mean", "sequences", "tokens")
-
-    def __init__(self) -> None:
-        self.groups = self.flat = self.sequences = self.tokens = self.at_low = self.at_high = 0
-        self.mean = self.m2 = 0.0
-        self.low, self.high = inf, -inf
-
-    def add(self, header: GroupHeader) -> None:
-        """Add the scores of one group; the merge is that of `LaneScores.merged`."""
+    The merge is that of `LaneScores.merged`. A broker adds thousands of groups a second, so the sums are plain numbers.
+    """
+    groups = flat = sequences = tokens = at_low = at_high = 0
+    mean = m2 = 0.0
+    lowest, highest = inf, -inf
+    for header in headers:
         rewards, count = header.rewards, header.sequences
-        self.groups += 1
-        self.tokens += header.tokens
-        self.sequences += count
-        share, apart = count / self.sequences, rewards.mean - self.mean
-        self.m2 += rewards.m2 + apart * apart * (self.sequences - count) * share
-        self.mean += apart * share
-        if rewards.low == rewards.high:
-            self.flat += 1
-            at_low = at_high = count
-        else:
-            at_low, at_high = _at_ends(rewards, count)
-        if rewards.low < self.low:
-            self.low, self.at_low = rewards.low, 0
-        if rewards.high > self.high:
-            self.high, self.at_high = rewards.high, 0
-        self.at_low += at_low * (rewards.low == self.low)
-        self.at_high += at_high * (rewards.high == self.high)
-
-    def scores(self, env: str) -> LaneScores:
-        """Return the sums of an environment."""
-        return LaneScores(
-            env=env,
-            groups=self.groups,
-            flat=self.flat,
-            sequences=self.sequences,
-            mean=bounded(self.mean),
-            m2=bounded(self.m2),
-            low=self.low,
-            high=self.high,
-            at_low=self.at_low,
-            at_high=self.at_high,
-            tokens=self.tokens,
-            sxx=0.0,
-            syy=0.0,
-            sxy=0.0,
-        )
+        low, high = rewards.low, rewards.high
+        if not (
+            low <= rewards.mean <= high and rewards.m2 >= 0 and isfinite(high - low)
+        ):  # as no comparison with NaN
+            continue
+        groups += 1
+        tokens += header.tokens
+        before, sequences = sequences, sequences + count
+        share, apart = count / sequences, rewards.mean - mean
+        m2 += rewards.m2 + apart * apart * before * share
+        mean += apart * share
+        flat += low == high
+        low_ones, high_ones = (count, count) if low == high else _at_ends(rewards, count)
+        if low < lowest:
+            lowest, at_low = low, 0
+        if high > highest:
+            highest, at_high = high, 0
+        at_low += low_ones * (low == lowest)
+        at_high += high_ones * (high == highest)
+    return LaneScores(
+        env=env,
+        groups=groups,
+        flat=flat,
+        sequences=sequences,
+        mean=bounded(mean),
+        m2=bounded(m2),
+        low=lowest,
+        high=highest,
+        at_low=at_low,
+        at_high=at_high,
+        tokens=tokens,
+        sxx=0.0,
+        syy=0.0,
+        sxy=0.0,
+    )
 
 
 def _at_ends(rewards: RewardSummary, sequences: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from rolloutmq.services.broker.batches.leases import Lease
 from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.journal.format.events import Settles
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
-from rolloutmq.services.broker.state.group_hops import BatchShare
+from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
 
 End = Callable[[Lease, float, float], None]
@@ -125,9 +125,8 @@ class WindowRequests:
 
     def _earlier(self, request: SettleGroups) -> Iterator[Settle]:
         """Yield what this request has settled when it came before."""
-        for _, ended in self._state.leases.ended():
-            if (request.consumer, request.key) in ended.requests:
-                yield from ended.settles
+        for ended in self._state.leases.ended_of(request.consumer, request.key):
+            yield from ended.settles
 
     def _settle_held(self, request: SettleGroups, now: float, wall: float) -> set[str]:
         """Settle the named groups that the consumer holds; return their ids."""
@@ -176,10 +175,12 @@ class WindowRequests:
             filtered=tuple(one for one in request.filtered if one in ids),
             rejected=tuple(one for one in request.rejected if one.group_id in ids),
         )
-        lease.parts[0].settle = settle
+        part = lease.parts[0]
+        matches = part.settled_by(settle)
+        assert matches
         state.events.add(Settles(settle))
         if not lease.rewound:
-            state.staleness.note_trained(groups, set(settle.trained), request.version)
+            state.staleness.note_trained(part.share, set(settle.trained), request.version)
         self._end(lease, now, wall)
         return ids
 

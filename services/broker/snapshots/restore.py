@@ -14,7 +14,6 @@ from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.batches.consumers import Consumer
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard, VoidSettlement
 from rolloutmq.services.broker.batches.rewind import RetainedBatch, RewoundBatch
-from rolloutmq.services.broker.batches.transitions import outcomes
 from rolloutmq.services.broker.broker_state import BrokerState
 from rolloutmq.services.broker.flow.sequence_window import WindowState
 from rolloutmq.services.broker.flow.sessions import ProducerSession
@@ -26,6 +25,7 @@ from rolloutmq.services.broker.journal.stored_group import GroupBody, StoredGrou
 from rolloutmq.services.broker.requests.admin import AdminRequests
 from rolloutmq.services.broker.requests.consumers import ConsumerRequests
 from rolloutmq.services.broker.requests.producers import ProducerRequests
+from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.rates import Rate
 from rolloutmq.services.broker.state.split_queue import Load
 from rolloutmq.services.broker.state.tasks import TASK_EVENTS
@@ -234,7 +234,8 @@ class StateRestorer:
         )
         state.transitions.apply_lease(lease)
         if not event.again and not event.window:
-            state.staleness.record(lease.groups, event.version)
+            for part in lease.parts:
+                state.staleness.record(part.share, state.staleness.age(part.share, event.version))
         if event.split == 0:
             if not event.window:
                 state.run.pulled(event.sequences, event.tokens)
@@ -253,13 +254,12 @@ class StateRestorer:
     def _settles(self, event: f.Settles) -> None:
         lease = self._find(event.settle.lease)
         part = lease.parts[event.settle.rank]
-        if outcomes(part, event.settle) is None:
+        if not part.settled_by(event.settle):
             self._state.transitions.apply_loss(lease, failed=False)
             raise UnknownReferenceError(f"lease {lease.number} was settled with other groups")
-        part.settle = event.settle
         if lease.window and not lease.rewound:
             settle = event.settle
-            self._state.staleness.note_trained(part.groups, set(settle.trained), settle.version)
+            self._state.staleness.note_trained(part.share, set(settle.trained), settle.version)
         if lease.settled:
             self._state.transitions.apply_settle(lease, self._wall)
             self._consumers.moved_on(lease)
@@ -430,10 +430,10 @@ class StateRestorer:
         if item.rewound:
             self._rewinding(shards)
         else:
-            for group in lease.groups:
-                state.lanes.of(group).leased.add(group)
-                state.lanes.held_groups += 1
-                state.lanes.held_bytes += group.header.nbytes
+            for totals in (totals for part in lease.parts for totals in part.share.lanes):
+                state.lanes.of(totals.first).leased.count(totals)
+                state.lanes.held_groups += totals.groups
+                state.lanes.held_bytes += totals.nbytes
         state.leases.open(lease)
 
     def _ended(self, item: f.EndedLeaseSnapshot) -> None:
@@ -452,7 +452,7 @@ class StateRestorer:
             version=item.version,
             stepped=item.stepped,
             split=item.split,
-            shards=self._place(item.shards),
+            shares=tuple(map(BatchShare, self._place(item.shards))),
             states=states,
             short=item.short,
             moments=item.moments,

@@ -21,14 +21,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import isnan, nan
 from typing import Final
 
-import msgspec
-
 from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.schemas.config.base import PROCESSES_LIMIT
 from rolloutmq.schemas.wire.control import WorkerBeat
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.latency import BROKER, Hop, LatencySample
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.batch_share import BatchShare, is_one_env
 from rolloutmq.services.process.clock_log import Measured
 from rolloutmq.services.process.latency_recorder import LatencyKey, LatencyRecorder, RowRecorder
 
@@ -38,41 +37,6 @@ DELIVERED: Final = 4 * GATHERED
 """Most groups that were handed out and wait for `gather`, before those of the last batch."""
 CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
 """Most producers on other hosts: two of each worker."""
-
-
-class LaneTotals(msgspec.Struct, frozen=True):
-    """Groups of one environment in a share of a batch.
-
-    Attributes:
-        groups: Their number.
-        tokens: Their tokens together.
-        first: One of them, for its names.
-    """
-
-    groups: int
-    tokens: int
-    first: StoredGroup
-
-
-class BatchShare:
-    """Groups that are handed out and settled together, with what all of their hops need; added up on first use.
-
-    Args:
-        groups: Groups of one split; the list is not changed any more.
-    """
-
-    __slots__ = ("_lanes", "groups")
-
-    def __init__(self, groups: Sequence[StoredGroup]) -> None:
-        self.groups = groups
-        self._lanes: Sequence[LaneTotals] | None = None
-
-    @property
-    def lanes(self) -> Sequence[LaneTotals]:
-        """The groups by environment."""
-        if self._lanes is None:
-            self._lanes = [*_totals(self.groups)]
-        return self._lanes
 
 
 class GroupHops:
@@ -215,33 +179,15 @@ class GroupHops:
         return row
 
 
-def _totals(groups: Sequence[StoredGroup]) -> Iterable[LaneTotals]:
-    """Yield the totals of each environment."""
-    if _is_one_env(groups):
-        yield LaneTotals(len(groups), _tokens(groups), groups[0])
-        return
-    lanes: defaultdict[str, list[StoredGroup]] = defaultdict(list)
-    for group in groups:
-        lanes[group.env].append(group)
-    for members in lanes.values():
-        yield LaneTotals(len(members), _tokens(members), members[0])
-
-
 def _tokens(groups: Sequence[StoredGroup]) -> int:
     return sum([group.header.tokens for group in groups])
-
-
-def _is_one_env(groups: Sequence[StoredGroup]) -> bool:
-    """Return whether all groups are of one environment; a set of the names takes twice as long to make."""
-    envs = [group.env for group in groups]
-    return bool(envs) and envs.count(envs[0]) == len(envs)
 
 
 def _by_lane(groups: Sequence[StoredGroup]) -> Iterable[Sequence[StoredGroup]]:
     """Yield the groups of each environment and split."""
     if not groups:
         return ()
-    if _is_one_env(groups) and len({group.split for group in groups}) == 1:
+    if is_one_env(groups) and len({group.split for group in groups}) == 1:
         return (groups,)
     lanes: defaultdict[tuple[str, int], list[StoredGroup]] = defaultdict(list)
     for group in groups:

@@ -11,6 +11,7 @@ from hashlib import blake2b
 
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.batch_share import BatchShare
 
 Stream = tuple[str, Split]
 """A consumer group and a split: one step of it is leased at a time."""
@@ -76,22 +77,22 @@ class Groups:
     def find(self, order: int) -> StoredGroup | None:
         return self._groups.get(order)
 
-    def gone(self, group: StoredGroup) -> None:
-        """Remove a group for good and release its frames; a second call changes nothing."""
-        if self._groups.pop(group.order, None) is None:
-            return
-        self._let_go_of_lane(group)
-        group.body.release()
-        key = _key(group)
-        if self._present.get(key) is group:
-            del self._present[key]
-        self.remember((key,))
-
-    def _let_go_of_lane(self, group: StoredGroup) -> None:
-        lane = group.env, group.split
-        self._of_lane[lane] -= 1
-        if not self._of_lane[lane]:
-            del self._of_lane[lane]
+    def gone(self, share: BatchShare) -> None:
+        """Remove groups for good and release their frames; a second call changes nothing."""
+        ended = [group for group in share.groups if self._groups.pop(group.order, None) is not None]
+        if len(ended) < len(share.groups):
+            share = BatchShare(ended)
+        for totals in share.lanes:
+            lane = totals.first.env, totals.first.split
+            self._of_lane[lane] -= totals.groups
+            if not self._of_lane[lane]:
+                del self._of_lane[lane]
+        keys = [_key(group) for group in ended]
+        for group, key in zip(ended, keys, strict=True):
+            group.body.release()
+            if self._present.get(key) is group:
+                del self._present[key]
+        self.remember(keys)
 
     def of_lane(self, env: str, split: Split) -> int:
         """Return how many groups of an environment and split exist, in any place."""
@@ -119,8 +120,8 @@ class Groups:
             if key not in self._seen:
                 self._seen.add(key)
                 self._ended.append(key)
-        while len(self._ended) > self._remembered:
-            self._seen.remove(self._ended.popleft())
+                if len(self._ended) > self._remembered:
+                    self._seen.remove(self._ended.popleft())
 
     @property
     def ended(self) -> tuple[int, ...]:
@@ -130,7 +131,7 @@ class Groups:
     def clear(self) -> None:
         """Remove all groups, also the remembered ones; the numbers go on."""
         for group in list(self._groups.values()):
-            self.gone(group)
+            self.gone(BatchShare((group,)))
         self._ended.clear()
         self._seen.clear()
 

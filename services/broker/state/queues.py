@@ -22,6 +22,7 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.batch_share import LaneTotals, total
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.rates import Rate
 from rolloutmq.services.broker.state.split_queue import Load, SplitQueue
@@ -279,8 +280,7 @@ class Lane:
         taken = [queue.popleft() for _ in range(count)]
         if not queue:
             self._emptied(size)
-        for group in taken:
-            self.queued.add(group, -1)
+        self.queued.count(total(taken), -1)
         return taken
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
@@ -493,14 +493,10 @@ class Lanes:
         self.held_bytes += load.nbytes
         lane.accept(groups, load, now)
 
-    def lease(self, lane: Lane, groups: Iterable[StoredGroup]) -> None:
-        """Count groups taken from a queue as leased."""
-        for group in groups:
-            lane.leased.add(group)
-
     def suspect(self, split: Split) -> StoredGroup | None:
         """Return the suspect to deliver next: the one accused most often, then the oldest."""
-        return min((lane.suspects[0] for lane in self.of_split(split).suspected), key=_turn, default=None)
+        suspected = self._splits[split].suspected
+        return min([lane.suspects[0] for lane in suspected], key=_turn) if suspected else None
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
         """Return groups to their old places in their queues."""
@@ -510,11 +506,11 @@ class Lanes:
         for lane, returned in back.items():
             lane.put_back(returned)
 
-    def let_go(self, group: StoredGroup) -> None:
-        """Count out the bytes of a group that is neither queued nor leased any more."""
-        self.held_groups -= 1
-        self.held_bytes -= group.header.nbytes
-        self.settled.add(self.of(group))
+    def let_go(self, lane: Lane, groups: LaneTotals) -> None:
+        """Count out the bytes of groups of a lane that are neither queued nor leased any more."""
+        self.held_groups -= groups.groups
+        self.held_bytes -= groups.nbytes
+        self.settled.add(lane)
 
     def queued_sequences(self, split: Split) -> int:
         return self._splits[split].queued.sequences

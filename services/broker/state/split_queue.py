@@ -19,6 +19,19 @@ NO_WEIGHT: Final = 1.0
 """Divisor of a batch if no connected lane has a weight."""
 
 
+class Totals(Protocol):
+    """What some groups are together; see `batch_share.LaneTotals`."""
+
+    @property
+    def groups(self) -> int: ...
+    @property
+    def sequences(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Load:
     """Groups, sequences, tokens and bytes together; also added to the `total` of which it is a part."""
 
@@ -54,7 +67,7 @@ class Load:
             load.nbytes = sum([header.nbytes for header in headers])
         return load
 
-    def count(self, groups: "Load", sign: int = 1) -> None:
+    def count(self, groups: "Totals", sign: int = 1) -> None:
         """Count groups together in, or out with `sign` -1."""
         self.groups += sign * groups.groups
         self.sequences += sign * groups.sequences
@@ -116,7 +129,7 @@ class SplitQueue(Generic[L]):
         self.queued = Load()
         self.stocked: dict[L, None] = {}
         self.suspected: dict[L, None] = {}
-        self.sizes: Counter[int] = Counter()
+        self.sizes: dict[int, int] = {}
         self.largest_bytes = 0
         self.fair_clock = 0.0
         self.batch = float("inf")
@@ -140,7 +153,8 @@ class SplitQueue(Generic[L]):
     @property
     def guaranteed(self) -> tuple[L, ...]:
         """The lanes with a minimum share."""
-        self._count()
+        if self._counted != self.version:
+            self._count()
         return self._guaranteed
 
     def _count(self) -> None:
@@ -161,7 +175,7 @@ class SplitQueue(Generic[L]):
 
     def size_came(self, lane: L, size: int) -> None:
         """Note that a lane has groups of a size."""
-        self.sizes[size] += 1
+        self.sizes[size] = self.sizes.get(size, 0) + 1
         self.stocked[lane] = None
 
     def size_went(self, lane: L, size: int) -> None:

@@ -9,7 +9,8 @@ from benchmarks.broker import environments
 from benchmarks.harness.workload import Shape
 from benchmarks.sdk import lockstep, profiler
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.services.broker.state.group_hops import BatchShare, GroupHops
+from rolloutmq.services.broker.state.batch_share import BatchShare
+from rolloutmq.services.broker.state.group_hops import GroupHops
 
 
 def rounds(cost: float, noise: float, spread: float = 0.0) -> list[profiler.Blocks]:

@@ -5,6 +5,7 @@ from rolloutmq.schemas.policy_lineage import PolicyLineage
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.batches.staleness import StalenessRule
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.ledger import Ledger
 from rolloutmq.services.broker.state.queues import Lanes
@@ -29,7 +30,13 @@ class Rules:
         return group
 
     def dropped(self, *groups: StoredGroup, at: int) -> list[int]:
-        return [group.order for group in self.rule.too_stale(groups, PolicyVersion(0, at))]
+        share = BatchShare(groups)
+        return [one.order for one in self.rule.too_stale(share, self.rule.age(share, PolicyVersion(0, at)))]
+
+    def record(self, groups: list[StoredGroup], at: int) -> None:
+        """Deliver groups to a trainer at the policy of a step."""
+        share = BatchShare(groups)
+        self.rule.record(share, self.rule.age(share, PolicyVersion(0, at)))
 
 
 def test_a_group_at_the_bound_is_kept_and_one_above_it_is_dropped() -> None:
@@ -51,7 +58,7 @@ def test_a_stale_group_passes_where_the_environment_says_so_and_is_counted() -> 
     rules = Rules(stale="pass")
     groups = [rules.group(1, 0), rules.group(2, 5)]
     assert rules.dropped(*groups, at=6) == []
-    rules.rule.record(groups, PolicyVersion(0, 6))
+    rules.record(groups, 6)
     assert rules.ledger.reasons == {"passed(stale)": 1}
     assert rules.rule.max_delivered == 6
 
@@ -61,14 +68,14 @@ def test_a_requeued_group_is_never_too_stale() -> None:
     group = rules.group(1, 0)
     group.requeued = True
     assert rules.dropped(group, at=9) == []
-    rules.rule.record([group], PolicyVersion(0, 9))
+    rules.record([group], 9)
     assert rules.ledger.reasons == {"passed(stale)": 1}
 
 
 def test_eval_groups_do_not_count_into_the_largest_staleness() -> None:
     rules = Rules()
-    rules.rule.record([rules.group(1, 5)], PolicyVersion(0, 6))
-    rules.rule.record([rules.group(2, 4, split=Split.EVAL)], PolicyVersion(0, 6))
+    rules.record([rules.group(1, 5)], 6)
+    rules.record([rules.group(2, 4, split=Split.EVAL)], 6)
     assert rules.rule.max_delivered == 1
 
 
@@ -76,7 +83,7 @@ def test_eval_groups_are_never_stale() -> None:
     rules = Rules()
     group = rules.group(1, 0, split=Split.EVAL)
     assert rules.dropped(group, at=90) == []
-    rules.rule.record([group], PolicyVersion(0, 90))
+    rules.record([group], 90)
     assert rules.ledger.reasons == {}
 
 

@@ -208,6 +208,24 @@ def _numbers(script: Script) -> list[int]:
     return [envelope.groups[0].seq for envelope, _ in script.taken]
 
 
+def test_a_reply_leaves_before_what_is_published_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    perform = DataPlane._do
+
+    def noted(self: DataPlane, action: Action) -> None:
+        done.append(type(action).__name__)
+        perform(self, action)
+
+    monkeypatch.setattr(DataPlane, "_do", noted)
+    drop = Dropped(DroppedGroup(at=1.0, group_id="g", state="expired", reason="stale"))
+    script = Script(answer=lambda route, _: [Publish(b"t", DECISION), drop, Reply(route, Ok())])
+    with running(script, tmp_path) as it:
+        it.ask(it.dealer(), b"", codec.encode(GetInfo()))
+    assert done == ["Dropped", "Reply", "Publish"]
+
+
 def test_groups_arrive_whole_small_frames_copied_and_big_ones_kept(tmp_path: Path) -> None:
     script = Script()
     with running(script, tmp_path) as it:

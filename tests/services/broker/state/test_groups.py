@@ -9,6 +9,7 @@ from tests.services.broker.bench import Bench, config, ids, stored
 from rolloutmq.schemas.wire.control import Reset
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import Commit
+from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Groups, identity
 
 
@@ -35,8 +36,8 @@ def test_ended_groups_are_remembered_up_to_their_number() -> None:
         groups.add(group)
     for group in made:
         assert groups.present(identity("e", Split.TRAIN, group.header)) is group
-        groups.gone(group)
-        groups.gone(group)
+        groups.gone(BatchShare((group,)))
+        groups.gone(BatchShare((group,)))
     assert [groups.known(identity("e", Split.TRAIN, group.header)) for group in made] == [False, True, True]
     assert groups.present(identity("e", Split.TRAIN, made[2].header)) is None
     groups.clear()

@@ -6,6 +6,7 @@ from tests.services.broker.bench import stored
 
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.wire.envelope import Split
+from rolloutmq.services.broker.state.batch_share import total
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.queues import Lane, Lanes
 from rolloutmq.services.broker.state.split_queue import Load
@@ -68,7 +69,7 @@ def test_the_sums_over_all_lanes_follow_every_move() -> None:
     lanes.validate()
     assert (lanes.held_groups, lanes.held_bytes) == (6, 600)
     one.leased.add(taken[0], -1)
-    lanes.let_go(taken[0])
+    lanes.let_go(one, total([taken[0]]))
     one.leased.add(taken[1], -1)
     lanes.put_back([taken[1]])
     lanes.validate()
