@@ -31,7 +31,7 @@ from benchmarks.harness.row import Row
 from benchmarks.network import curve
 from benchmarks.queues import atropos, gateway, skyrl, transferqueue
 from benchmarks.rewards import sampling
-from benchmarks.sdk import profiler, user_path
+from benchmarks.sdk import group_cpu, profiler, user_path
 from benchmarks.training import distillation, lending, scoring, stream, trl, weights
 
 
@@ -51,6 +51,7 @@ class Part:
 PARTS: Final = {
     "wire": Part(wire.rows),
     "throughput": Part(throughput.rows),
+    "group-cpu": Part(group_cpu.rows),
     "curve": Part(curve.rows),
     "atropos": Part(atropos.rows, atropos.missing),
     "gateway": Part(gateway.rows, atropos.missing),

@@ -46,6 +46,8 @@ OPEN_S: Final = 180.0
 RAW_BYTES: Final = 512 << 20
 
 SMALL: Final = Shape.of_bytes(5_300)
+SINGLE: Final = Shape(1, 1861)
+"""A trajectory by itself."""
 MIDDLE: Final = Shape.of_bytes(134_000)
 USUAL: Final = Shape(8, 2048)
 LARGE: Final = Shape(16, 8192)
@@ -53,7 +55,7 @@ LARGE: Final = Shape(16, 8192)
 
 def rows() -> Iterator[Row]:
     """At `memory` groups of a short task, and of long sequences; at `disk` those with a goal."""
-    for shape, goal in ((SMALL, None), (MIDDLE, 0.7), (USUAL, None), (LARGE, 0.9)):
+    for shape, goal in ((SMALL, None), (SINGLE, None), (MIDDLE, 0.7), (USUAL, None), (LARGE, 0.9)):
         yield compare(
             "groups/s end to end, memory",
             str(shape),
