@@ -108,9 +108,16 @@ def playing(where: Path, url: str, on_bus: Path | None = None) -> Iterator[Play]
 
 
 def play(
-    where: Path, url: str, trouble: Callable[[Play], None] = lambda _: None, on_bus: Path | None = None
+    where: Path,
+    url: str,
+    trouble: Callable[[Play], None] = lambda _: None,
+    on_bus: Path | None = None,
+    again: int = 0,
 ) -> Counter[int]:
-    """Play until the environment ends; return how often the trainer got each group that was answered 200."""
+    """Play until the environment ends; return how often the trainer got each group that was answered 200.
+
+    `again` batches may come twice: those whose last byte was on its way when the gateway was killed.
+    """
     with playing(where, url, on_bus) as running:
         wait_for(running.batches, running.environment, "the first batch")
         trouble(running)
@@ -128,7 +135,9 @@ def play(
             check(group)
     assert list(where.glob("wandb/offline-run-*")), "it is on by default"
     arrived = _numbers(fetched)
-    assert max(arrived.values()) == 1, {number: times for number, times in arrived.items() if times > 1}
+    twice = {number: times for number, times in arrived.items() if times > 1}
+    assert len(twice) <= again * BATCH // GROUP, twice
+    assert set(twice.values()) <= {2}, twice
     return promised
 
 
@@ -172,12 +181,9 @@ def test_ours_brings_everything_though_it_is_killed(tmp_path: Path) -> None:
         def kill(running: Play) -> None:
             for name in ("serve-gateway", "broker", "serve-gateway"):
                 running.wait_for_batches(STEPS // 6)
-                # A batch whose last byte is on its way may come twice. It has been recorded when these are answered.
-                for _ in range(2):
-                    assert Api("ours", url).get("/info").status == 200
                 part(launcher.pid, name).kill()
 
-        assert len(play(tmp_path, url, kill)) >= MOST * STEPS * BATCH / GROUP
+        assert len(play(tmp_path, url, kill, again=2)) >= MOST * STEPS * BATCH / GROUP
 
 
 def test_ours_brings_everything_to_a_trainer_on_the_bus(tmp_path: Path) -> None:
