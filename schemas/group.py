@@ -476,7 +476,11 @@ class Group:
             # The sum overflows although the mean does not: add halves instead.
             mean = 2 * math.fsum(score / 2 / count for score in scores)
         mean = min(max(mean, low), high)
-        return RewardSummary(mean, low, high, _squared_deviations(scores, mean))
+        try:
+            m2 = math.fsum([(deviation := score - mean) * deviation for score in scores])
+        except OverflowError:
+            m2 = math.inf
+        return RewardSummary(mean, low, high, m2)
 
     @overload
     def __getitem__(self, name: Literal["tokens"]) -> list[NDArray[np.integer[Any]]]: ...
@@ -578,14 +582,6 @@ def policy_range(oldest: PolicyVersion, newest: PolicyVersion) -> str:
 def _ids(ids: NDArray[Any]) -> str:
     shown = " ".join(map(str, ids[:IDS_SHOWN].tolist()))
     return f"{shown} …" if len(ids) > IDS_SHOWN else shown
-
-
-def _squared_deviations(scores: list[float], mean: float) -> float:
-    """Return the sum of the squared deviations from the mean, infinite if it overflows."""
-    try:
-        return math.fsum([(deviation := score - mean) * deviation for score in scores])
-    except OverflowError:
-        return math.inf
 
 
 def _unsendable(wanted: Any, value: Any) -> str:

@@ -13,6 +13,7 @@ import mmap
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, lru_cache, partial
+from operator import attrgetter
 from typing import Any, Final, Generic, TypeVar
 
 import google_crc32c
@@ -73,6 +74,7 @@ _OPAQUE: Final = Dtype.OPAQUE
 _UNREAD: Final = Column.opaque(None)
 _JOINED_BYTES: Final = 32 << 10
 """Up to this many bytes, a body is joined before it is copied: it stays in the cache, and one copy is one call."""
+_nbytes: Final = attrgetter("nbytes")
 _T = TypeVar("_T")
 
 
@@ -116,7 +118,7 @@ def prepare_group(group: Group) -> PreparedGroup:
         InvalidGroupError: An opaque column is not msgpack, or has too many values.
     """
     table, blocks = _described(group)
-    sizes = tuple([block.nbytes for block in blocks])
+    sizes = tuple(map(_nbytes, blocks))
     return PreparedGroup(table, blocks, sizes, place(sizes, BIG_BLOCK_BYTES))
 
 

@@ -290,7 +290,8 @@ class Producer:
         """
         waiters, connection = self._waiters, self._connection
         waiters.require_open()
-        _require_group(group)
+        if not isinstance(group, Group):
+            raise _no_group(group)
         if permit is not None and not isinstance(permit, Permit):
             raise UsageError(
                 f"permit: must come from acquire (got {type(permit).__name__}); timeout_s is given by its name"
@@ -573,11 +574,8 @@ def _unusable(option: str, error: OSError) -> UnusablePathError:
     return UnusablePathError(f"{option} {error.filename}", error.strerror or str(error))
 
 
-def _require_group(group: Any) -> None:
-    if not isinstance(group, Group):
-        raise InvalidGroupError(
-            "*", f"must be a Group (got {type(group).__name__}); make one with Group.build"
-        )
+def _no_group(given: Any) -> InvalidGroupError:
+    return InvalidGroupError("*", f"must be a Group (got {type(given).__name__}); make one with Group.build")
 
 
 class BlockingProducer(Facade[Producer]):
@@ -608,8 +606,9 @@ class BlockingProducer(Facade[Producer]):
         """
         producer = self._object
         producer._waiters.require_open()
-        _require_group(group)
-        limit_s = time_limit("timeout_s", timeout_s)
+        if not isinstance(group, Group):
+            raise _no_group(group)
+        limit_s = None if timeout_s is None else time_limit("timeout_s", timeout_s)
         exact = permit is not None or limit_s is not None
         if exact or not self._inbox.offer(group, prepare_group(group)):
             self._run(producer.send(group, permit, timeout_s=limit_s))

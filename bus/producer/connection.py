@@ -345,8 +345,7 @@ class ProducerConnection:
             return
         session = self._session
         for _ in range(BURST):
-            entries = session.unsent(self.max_group_bytes)
-            if not entries:
+            if not session.spool.has_unsent or not (entries := session.unsent(self.max_group_bytes)):
                 return
             if entries[0].header.table not in session.declared or not self._send(self._sockets.push, entries):
                 break
@@ -357,8 +356,7 @@ class ProducerConnection:
         if not push.try_send(frames, copy=len(frames) == 1):
             return False
         now = time.monotonic()
-        for entry in entries:
-            self._session.spool.sent(entry, now)
+        self._session.spool.sent(entries, now)
         return True
 
     async def _keep(self, client: BrokerClient) -> None:

@@ -21,6 +21,7 @@ or writing it to disk, never finds another group there. Unacked groups of an old
 import mmap
 import os
 from collections import Counter
+from operator import attrgetter
 from typing import Any, Final
 
 import msgspec
@@ -57,6 +58,8 @@ PACK_FRAMES_BYTES: Final = 1 << 20
 """The same for groups that follow as frames: the broker has none of them before it has all."""
 
 
+_header: Final = attrgetter("header")
+_offset: Final = attrgetter("slot.offset")
 _HELD: Final = frozenset({Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW})
 """Waits of a broker that may not read its producers."""
 
@@ -308,8 +311,9 @@ class SessionState:
 
         A draining session accepts groups without credit, so they can be saved.
         """
-        within = self.spool.position + nbytes <= self.credit.byte_limit
-        return self.spool.fits(nbytes) and (within or self.draining)
+        spool = self.spool
+        within = spool.position + nbytes <= self.credit.byte_limit
+        return spool.nbytes + nbytes <= spool.capacity_bytes and (within or self.draining)
 
     def message(self, entries: list[SpoolEntry]) -> tuple[list[Any], list[SpoolEntry]]:
         """Return the frames of a message with these groups, and the groups that fit into it."""
@@ -335,8 +339,8 @@ class SessionState:
                 run=about.run,
                 env=about.env,
                 split=about.split,
-                groups=tuple(entry.header for entry in entries),
-                offsets=tuple(entry.slot.offset for entry in entries if entry.slot is not None),
+                groups=tuple(map(_header, entries)),
+                offsets=() if entries[0].slot is None else tuple(map(_offset, entries)),
                 arena=0 if self.arena is None else self.arena.ref.ino,
             )
         )

@@ -153,12 +153,19 @@ class Spool:
                 return
             yield entry
 
-    def sent(self, entry: SpoolEntry, now: float) -> None:
-        """Note that the first group of `unsent` was sent."""
-        while self._unsent.popleft() != entry.header.seq:
-            pass
-        entry.sends += 1
-        entry.sent_at = now
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a group may be waiting to be sent, credit or not."""
+        return bool(self._unsent)
+
+    def sent(self, entries: Iterable[SpoolEntry], now: float) -> None:
+        """Note that the first groups of `unsent` were sent."""
+        following = self._unsent.popleft
+        for entry in entries:
+            while following() != entry.header.seq:
+                pass
+            entry.sends += 1
+            entry.sent_at = now
 
     def leave_arena(self) -> None:
         """Send every group as frames from now on: the session has lost its arena."""

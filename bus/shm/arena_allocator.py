@@ -68,30 +68,31 @@ class ArenaAllocator:
     def allocate(self, nbytes: int) -> ArenaBlock | None:
         """Return a slot for that many bytes, or None if no gap is large enough."""
         unit = PAGE_BYTES if nbytes >= PAGED_BYTES else ALIGNMENT_BYTES
-        size = max(unit, _upwards(nbytes, unit))
-        index = self._gap(size, unit)
-        if index is None:
+        size = nbytes + -nbytes % unit or unit
+        starts, ends = self._starts, self._ends
+        for index, start in enumerate(starts):
+            if index >= LOOK:
+                index, start = len(starts) - 1, starts[-1]
+            first = start + -start % unit
+            if ends[index] - first >= size:
+                break
+            if index >= LOOK:
+                return None
+        else:
             return None
-        start = self._starts[index]
-        if (first := _upwards(start, unit)) > start:
-            self._starts.insert(index, start)
-            self._ends.insert(index, first)
-            start, index = first, index + 1
-        end = self._starts[index] = start + size
-        if end == self._ends[index]:
-            del self._starts[index], self._ends[index]
+        if first > start:
+            starts.insert(index, start)
+            ends.insert(index, first)
+            index += 1
+        end = starts[index] = first + size
+        if end == ends[index]:
+            del starts[index], ends[index]
         self.used_bytes += size
         if end > self._peak:
             self._peak = end
-            self._touched = max(self._touched, end)
-        return ArenaBlock(self, start, nbytes, size)
-
-    def _gap(self, size: int, unit: int) -> int | None:
-        starts, ends = self._starts, self._ends
-        for index in range(min(LOOK, len(starts))):
-            if ends[index] - _upwards(starts[index], unit) >= size:
-                return index
-        return len(starts) - 1 if starts and ends[-1] - _upwards(starts[-1], unit) >= size else None
+            if end > self._touched:
+                self._touched = end
+        return ArenaBlock(self, first, nbytes, size)
 
     def release(self, upto: int) -> None:
         """Free every slot numbered up to `upto`."""

@@ -52,7 +52,7 @@ def send(session: SessionState, now: float) -> list[int]:
     sent = []
     while entries := session.unsent(LIMIT):
         for entry in entries:
-            session.spool.sent(entry, now)
+            session.spool.sent([entry], now)
             sent.append(entry.header.seq)
     return sent
 
@@ -327,7 +327,7 @@ def message(session: SessionState) -> tuple[Envelope, list[Any], list[SpoolEntry
     (data, *frames), sent = session.message(session.unsent(LIMIT))
     nbytes = sum(len(frame) for frame in frames)
     for entry in sent:
-        session.spool.sent(entry, 0.0)
+        session.spool.sent([entry], 0.0)
     return codec.decode_envelope(data, len(frames), nbytes), frames, sent
 
 
@@ -375,7 +375,7 @@ def sizes(session: SessionState, limit_bytes: int = LIMIT) -> list[int]:
         (data, *frames), entries = session.message(entries)
         codec.decode_envelope(data, len(frames), sum(map(len, frames)))  # fits, and its frames are all there
         for entry in entries:
-            session.spool.sent(entry, 0.0)
+            session.spool.sent([entry], 0.0)
         sent.append(len(entries))
     return sent
 

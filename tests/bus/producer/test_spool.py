@@ -37,7 +37,7 @@ def ack(cumulative: int, above: Iterable[int] = ()) -> Ack:
 def send_all(spool: Spool, now: float = 0.0, byte_limit: int = FAR) -> list[int]:
     sent = []
     while (entry := next(spool.unsent(byte_limit), None)) is not None:
-        spool.sent(entry, now)
+        spool.sent([entry], now)
         sent.append(entry.header.seq)
     return sent
 
@@ -180,7 +180,7 @@ def test_every_group_arrives_whatever_is_lost(steps: list[str], random: Random) 
             added += 1
             spool.add(*encoded(f"g-{added}"))
         elif step in {"lose", "arrive"} and (entry := next(spool.unsent(FAR), None)):
-            spool.sent(entry, now)
+            spool.sent([entry], now)
             if step == "arrive":
                 arrives(entry)
         elif step == "ack":
@@ -195,7 +195,7 @@ def test_every_group_arrives_whatever_is_lost(steps: list[str], random: Random) 
         now += RESEND_MAX_S
         spool.send_overdue_again(now)
         while (entry := next(spool.unsent(FAR), None)) is not None:
-            spool.sent(entry, now)
+            spool.sent([entry], now)
             arrives(entry)
         spool.accepted(truth())
     assert has == {seq: f"g-{seq}" for seq in range(1, added + 1)}

@@ -19,7 +19,7 @@ def shares(producers: int, high_bytes: int) -> tuple[CreditWindows, Lane]:
     return CreditWindows(BrokerConfig(high_bytes=high_bytes), live, {lane: live}), lane
 
 
-@pytest.mark.parametrize(("high_mib", "groups"), [(256, 4), (512, 6), (1024, 15), (2048, 16)])
+@pytest.mark.parametrize(("high_mib", "groups"), [(256, 4), (512, 6), (1024, 15), (2048, 31), (3072, 32)])
 def test_an_ack_is_for_a_message_or_half_a_window_but_four_groups_go_at_once(
     high_mib: int, groups: int
 ) -> None:
