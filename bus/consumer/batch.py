@@ -32,6 +32,11 @@ RUN_BYTES: Final = 128 << 10
 GAP_BYTES: Final = 64
 """Largest gap between groups that are copied together: the alignment of slots."""
 
+NEAR_BYTES: Final = 16 << 10, 3 << 19
+"""Sizes of memory that is read ahead of its checksum: less costs little, more exceeds the processor's cache."""
+LINE: Final = 64
+"""Bytes of a cache line."""
+
 Bytes = NDArray[np.uint8]
 _NOTHING: Final = np.empty(0, np.uint8)
 
@@ -217,6 +222,17 @@ def decode_groups(
     return groups, deliveries, rejected
 
 
+def brought_near(source: Bytes) -> Bytes:
+    """Return the same bytes, once they are in the processor's cache.
+
+    The checksum waits for each line of memory that another processor has written; a plain read does not, and both
+    together take half as long.
+    """
+    if NEAR_BYTES[0] <= source.nbytes <= NEAR_BYTES[1]:
+        np.maximum.reduce(source[::LINE])
+    return source
+
+
 def _bodies(
     deliveries: Sequence[Delivery],
     frames: Sequence[Buffer],
@@ -233,7 +249,8 @@ def _bodies(
     for at, delivery in enumerate(deliveries):
         header, place = delivery.header, delivery.place
         if place is None:
-            yield [np.frombuffer(frame, np.uint8) for frame in frames[following : following + header.frames]]
+            own = frames[following : following + header.frames]
+            yield [brought_near(np.frombuffer(frame, np.uint8)) for frame in own]
             following += header.frames
             continue
         index, offset = place

@@ -10,10 +10,7 @@ gets the same batch, or another one if the lease was lost.
 import logging
 from typing import Final, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from rolloutmq.bus.consumer.batch import decode_groups
+from rolloutmq.bus.consumer.batch import brought_near, decode_groups
 from rolloutmq.bus.shm.arena import MappedArenas
 from rolloutmq.bus.shm.buffer_pool import BufferPool
 from rolloutmq.bus.transport.request_client import Frames
@@ -29,10 +26,6 @@ ATTEMPTS: Final = 3
 """Unreadable batches in a row after which all further ones are requested as frames."""
 
 
-def _same(source: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    return source
-
-
 class DecodedBatch(NamedTuple):
     """Groups of a batch, their deliveries, and the undecodable groups."""
 
@@ -46,7 +39,7 @@ class BatchReader:
 
     def __init__(self, *, views: bool = False) -> None:
         self._arenas = MappedArenas()
-        self._copy = _same if views else BufferPool().copy
+        self._copy = brought_near if views else BufferPool().copy
         self._tables: tuple[ColumnTable, ...] = ()
         """Those of the last reply."""
         self._again = False

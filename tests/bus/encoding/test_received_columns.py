@@ -148,10 +148,10 @@ def test_a_known_directory_vouches_for_no_contents() -> None:
     header, table, frames = sent(plain())
     decode_group(header, table, frames)
     rows = struct.unpack_from(f"<{3 * table.blocks}Q", frames[0])
-    places = dict(zip(("lengths", "tokens", "mask", "scores"), rows[1::3], strict=True))
-    for block, data in (("lengths", U2), ("mask", b"\2"), ("scores", struct.pack("<d", math.nan))):
+    lengths, _, mask, scores = rows[1::3]
+    for at, data in ((lengths, U2), (mask, b"\2"), (scores, struct.pack("<d", math.nan))):
         body = bytearray(frames[0])
-        body[places[block] : places[block] + len(data)] = data
+        body[at : at + len(data)] = data
         with pytest.raises(MalformedError):
             decode_group(recounted(header, [bytes(body)]), table, [bytes(body)])
     assert_equal(plain(), decode_group(header, table, frames))
