@@ -145,12 +145,12 @@ def head_of(
         gap: Padding bytes between the head and the frames.
     """
     count = len(sizes)
-    first = (_SIZE.pack(*sizes) if count == 1 else struct.pack(f"<{count}Q", *sizes)) + meta
+    first = (_SIZE.pack(sizes[0]) if count == 1 else struct.pack(f"<{count}Q", *sizes)) + meta
     nbytes = len(first) + gap + sum(sizes)
     header = _HEADER.pack(
         RECORD_MAGIC, VERSION, kind, len(meta), count, nbytes, gap, google_crc32c.value(first), crc
     )
-    return header + _CRC.pack(_header_crc(nonce, offset, header)) + first
+    return b"".join((header, _CRC.pack(_header_crc(nonce, offset, header)), first))
 
 
 def gap_before(offset: int, meta: int, frames: int) -> int:
@@ -307,7 +307,8 @@ def _unversioned(view: Buffer) -> int:
 
 
 def _header_crc(nonce: bytes, offset: int, header: bytes) -> int:
-    return int(google_crc32c.value(_PLACE.pack(nonce, offset) + header))
+    crc: int = google_crc32c.value(_PLACE.pack(nonce, offset) + header)
+    return crc
 
 
 def _record_at(view: memoryview, nonce: bytes, offset: int) -> Record | None:

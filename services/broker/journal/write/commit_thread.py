@@ -251,7 +251,8 @@ class CommitThread:
         """Commit all priority batches that wait. A batch of groups may be half written: they commute with it."""
         batches = [self._priority.popleft() for _ in range(len(self._priority))]
         if batches:
-            self._write_events([entry for batch in batches for entry in batch.entries], sync=True)
+            entries = (entry for batch in batches for entry in batch.entries)
+            self._write_events([entry for entry in entries if isinstance(entry, Event)], sync=True)
             self._events.settle()
             self.commits += 1
             self.finished += [FinishedCommit(batch, []) for batch in batches]
@@ -262,8 +263,9 @@ class CommitThread:
         bodies = iter(batch.bodies)
         for entry in batch.entries:
             if isinstance(entry, StoredGroup):
-                events.append(self._accept(entry, *next(bodies)))
-                self._commit_priority()
+                events.append(self._store(entry, entry.accepted_wall, entry.table, entry.body, *next(bodies)))
+                if self._priority:
+                    self._commit_priority()
             elif isinstance(entry, LogRotation):
                 self._write(events, sync=True)
                 self._groups.settle()
@@ -280,42 +282,27 @@ class CommitThread:
         self.finished.append(FinishedCommit(batch, self._groups.take_sealed()))
         self._wake()
 
-    def _accept(self, group: StoredGroup, frames: Frames, in_blocks: bool) -> Accepted:
-        return self._store(group.accepted(), group.table, group.body, frames, in_blocks)
-
     def _store(
-        self, event: Accepted, table: ColumnTable, body: GroupBody, frames: Frames, in_blocks: bool
+        self,
+        group: StoredGroup | Accepted,
+        at: float,
+        table: ColumnTable,
+        body: GroupBody,
+        frames: Frames,
+        in_blocks: bool,
     ) -> Accepted:
         """Write a group, and return its `Accepted` event with the address, to be written at once."""
-        header: Any = msgspec.Raw(encode(event.header))  # shared: it is most of the record and of the event
-        meta = GroupMeta(
-            event.order,
-            header,
-            event.env,
-            event.split,
-            event.run,
-            event.producer,
-            event.session,
-            self._encoded(table),
-            event.at,
-            event.requeued,
+        header: Any = msgspec.Raw(encode(group.header))  # shared: it is most of the record and of the event
+        order, env, split, run = group.order, group.env, group.split, group.run
+        producer, session, requeued = group.producer, group.session, group.requeued
+        meta = encode(
+            GroupMeta(order, header, env, split, run, producer, session, self._encoded(table), at, requeued)
         )
         segment, offset = body.place = self._groups.append(
-            encode(meta), frames, body.nbytes, event.header.crc, in_blocks=in_blocks
+            meta, frames, body.nbytes, group.header.crc, in_blocks=in_blocks
         )
         place = RecordAddress(segment.number, offset)
-        return Accepted(
-            event.order,
-            header,
-            event.env,
-            event.split,
-            event.run,
-            event.producer,
-            event.session,
-            event.at,
-            place,
-            event.requeued,
-        )
+        return Accepted(order, header, env, split, run, producer, session, at, place, requeued)
 
     def _encoded(self, table: ColumnTable) -> ColumnTable:
         """Return a table in its encoded form: tables are few, and groups are many."""
@@ -381,7 +368,7 @@ class CommitThread:
                 segment, offset = body.place
                 event = msgspec.structs.replace(event, place=RecordAddress(segment.number, offset))
             elif body.in_memory:
-                event = self._store(event, tables[group.table], body, body.frames, body.in_blocks)
+                event = self._store(event, event.at, tables[group.table], body, body.frames, body.in_blocks)
             yield msgspec.structs.replace(group, accepted=event)
 
     def _chore(self) -> bool:

@@ -34,7 +34,7 @@ from rolloutmq.services.broker.journal.write.record_writer import (
 _STAGE_BYTES: Final = 1 << 20
 _RESERVED: Final = 4 * BLOCK_BYTES
 """Room for the end of a flush."""
-_ZEROS: Final = memoryview(bytes(BLOCK_BYTES))
+_ZEROS: Final = bytes(BLOCK_BYTES)
 
 
 class StagingBuffer:
@@ -49,10 +49,15 @@ class StagingBuffer:
         """Return whether there is room for `nbytes`, and for the end of a flush behind them."""
         return self.end + nbytes <= _STAGE_BYTES - _RESERVED
 
-    def put(self, data: bytes | memoryview) -> None:
-        end = self.end + len(data)
-        self.memory[self.end : end] = data
+    def put(self, data: bytes | memoryview, nbytes: int, limit: int = _STAGE_BYTES - _RESERVED) -> bool:
+        """Assemble `nbytes` of data; False if they would end beyond `limit`."""
+        start = self.end
+        end = start + nbytes
+        if end > limit:
+            return False
+        self.memory[start:end] = data
         self.end = end
+        return True
 
     def take(self) -> memoryview:
         """Return the bytes assembled since the last call."""
@@ -118,27 +123,27 @@ class DirectWriter(RecordWriter):
         offset = self.offset
         views = [memoryview(frame).cast("B") for frame in frames]
         sizes = [view.nbytes for view in views]
-        small = sum(sizes) < PAGED_BYTES
-        gap = 0 if small or not in_blocks else gap_before(offset, len(meta), 1)
-        self._put(head_of(self._nonce, offset, kind, meta, sizes, crc, gap))
-        if gap:
-            self._put(_ZEROS[:gap])
-        for view in views:
-            if small:
+        if sum(sizes) < PAGED_BYTES:
+            self._put(head_of(self._nonce, offset, kind, meta, sizes, crc))
+            for view in views:
                 self._put(view)
-            elif in_blocks:
-                self._in_blocks = True
-                whole = view.nbytes - view.nbytes % BLOCK_BYTES
-                self._queue_in_place(view[:whole])
-                self._put(view[whole:])
-            else:
-                self._cached = True
+        elif in_blocks:
+            (view,) = views
+            gap = gap_before(offset, len(meta), 1)
+            self._put(head_of(self._nonce, offset, kind, meta, sizes, crc, gap) + _ZEROS[:gap])
+            whole = sizes[0] - sizes[0] % BLOCK_BYTES
+            self._in_blocks = True
+            self._queue_in_place(view[:whole])
+            self._put(view[whole:])
+        else:
+            self._put(head_of(self._nonce, offset, kind, meta, sizes, crc))
+            self._cached = True
+            for view in views:
                 self._queue_in_place(view)
-        end = self.offset
-        if rest := -end % ALIGNMENT_BYTES:
+        if rest := -self.offset % ALIGNMENT_BYTES:
             self._put(_ZEROS[:rest])
-        self.end = self.offset
-        if self._unwritten >= WRITE_BYTES or not self._stage.has(2 * PAGED_BYTES):
+        self.end = end = self.offset
+        if end - self._written >= WRITE_BYTES or not self._stage.has(2 * PAGED_BYTES):
             self.flush()
             if self._cached_from is not None:
                 self._hasten()
@@ -146,15 +151,11 @@ class DirectWriter(RecordWriter):
             self.flush()
         return offset
 
-    @property
-    def _unwritten(self) -> int:
-        return self.offset - self._written
-
     def _put(self, data: bytes | memoryview) -> None:
         """Queue bytes through the staging buffer, or from their place if there is no room in it."""
-        if self._stage.has(len(data)):
-            self._stage.put(data)
-            self.offset += len(data)
+        nbytes = len(data)
+        if self._stage.put(data, nbytes):
+            self.offset += nbytes
         else:
             self._cached = True
             self._queue_in_place(data)
@@ -176,13 +177,13 @@ class DirectWriter(RecordWriter):
         Args:
             cache: Use the page cache in any case, since the groups will be read again soon.
         """
-        if not self._unwritten:
+        if self.offset == self._written:
             return
         tail = filler(self._nonce, self.offset)
-        self._stage.put(tail)
+        self._stage.put(tail, len(tail), _STAGE_BYTES)
         self.offset += len(tail)
         if self.offset + BLOCK_BYTES <= self._limit:
-            self._stage.put(_ZEROS)
+            self._stage.put(_ZEROS, BLOCK_BYTES, _STAGE_BYTES)
         self._take_piece()
         self._set_direct(direct=self._may_go_direct and self._in_blocks and not (self._cached or cache))
         buffers, self._buffers = self._buffers, []
