@@ -123,8 +123,8 @@ class Moments(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 center = min(max(center, least), most)
             kept = weight if keep is None else weight * keep
             total = scores + kept
+            apart, part = center - mean, scores / total
             if kept:
-                apart, part = center - mean, scores / total
                 spread = (m2 if keep is None else m2 * keep) + spread + apart * apart * (kept * part)
             if not spread < inf:  # whatever else overflows takes it along
                 left_out += 1

@@ -241,6 +241,11 @@ class Consumers:
         return bool(self._waiting)
 
     @property
+    def any_polled(self) -> bool:
+        """Whether a trainer polled in vain a moment ago."""
+        return bool(self._polled)
+
+    @property
     def any_unserved(self) -> bool:
         """Whether a trainer waits for a batch, or polled in vain a moment ago; a consumer of split `eval` is none."""
         return bool(self._polled) or any(one.pull.split is Split.TRAIN for one in self._waiting.values())

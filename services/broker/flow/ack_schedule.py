@@ -84,7 +84,7 @@ class AckSchedule:
         due: list[ProducerSession] = []
         touched = self._sessions.touched
         if touched:
-            for session in touched.take(now, self._gather_s):
+            for session in touched.take(now, self._gather_s if touched.later else 0.0):
                 if session.alive:
                     self._note_sent(session, now)
                     due.append(session)

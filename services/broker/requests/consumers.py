@@ -573,10 +573,15 @@ class ConsumerRequests:
 
     def tick(self, now: float, wall: float) -> None:
         """Expire the leases of dead and hung consumers, serve waiting pulls, and end those past their deadline."""
-        self._expire_steps(now, wall)
-        self._windows.expire(now, wall)
-        self._count_polls(now)
-        self._state.consumers.forget_polls(now - POLL_S)
+        consumers = self._state.consumers
+        if self._state.leases:
+            self._expire_steps(now, wall)
+            self._windows.expire(now, wall)
+        if consumers.any_polled:
+            self._count_polls(now)
+            consumers.forget_polls(now - POLL_S)
+        if not consumers.any_waiting:
+            return
         self.serve(now, wall)
         moment = now - self._state.config.broker.silence_s
         for waiting in self._state.consumers.waiting():

@@ -5,7 +5,7 @@ a declared table. Every other message is counted by reason and changes nothing f
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -14,11 +14,11 @@ from rolloutmq.schemas.wire.envelope import ArenaRef, Envelope, ErrorCode, Group
 from rolloutmq.schemas.wire.replies import Ack, ErrorReply, Ok, Registered
 from rolloutmq.schemas.wire.requests import DeclareTables, Goodbye, RegisterProducer, Sync
 from rolloutmq.services.broker.broker_state import BrokerState, of_another_run, refuse
-from rolloutmq.services.broker.flow.arenas import ProducerArena
+from rolloutmq.services.broker.flow.arenas import ArenaSlot, ProducerArena
 from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
 from rolloutmq.services.broker.flow.sessions import TABLES_LIMIT, ProducerSession
 from rolloutmq.services.broker.journal.format.events import Declared, Opened, Produced, Skipped, Told
-from rolloutmq.services.broker.journal.stored_group import BodyMemory, GroupBody, StoredGroup
+from rolloutmq.services.broker.journal.stored_group import Frames, GroupBody, StoredGroup
 from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT, Vacancies
 from rolloutmq.services.broker.state.group_hops import GATHERED
 from rolloutmq.services.broker.state.groups import identities
@@ -48,22 +48,18 @@ class Arrived(msgspec.Struct, eq=False):
             yield Arrived(self.session, (header,), offsets, frames, self.now, self.wall)
             start = end
 
-    def bodies(self, ram: BodyMemory | None) -> list[GroupBody]:
-        """Return the body of each group; hold those in the arena."""
-        bodies = []
+    def parts(self) -> Iterable[tuple[GroupHeader, ArenaSlot | None, Frames]]:
+        """Return header and frames of each group, and its slot if it lies in the arena; the slots are held."""
         if self.offsets:
             arena, env = self.session.arena, self.session.lane.env
             assert arena is not None, "the sender was checked"
-            for header, offset in zip(self.headers, self.offsets, strict=True):
-                slot, frames = arena.take(header.seq, offset, header.nbytes, env)
-                bodies.append(GroupBody(frames, header.nbytes, ram, slot))
-            return bodies
-        start = 0
-        for header in self.headers:
-            end = start + header.frames
-            bodies.append(GroupBody(tuple(self.frames[start:end]), header.nbytes, ram))
-            start = end
-        return bodies
+            return [
+                (header, *arena.take(header.seq, offset, header.nbytes, env))
+                for header, offset in zip(self.headers, self.offsets, strict=True)
+            ]
+        if len(self.headers) == 1:
+            return ((self.headers[0], None, tuple(self.frames)),)
+        return [(one.headers[0], None, tuple(one.frames)) for one in self.each()]
 
 
 class ProducerRequests:
@@ -289,7 +285,7 @@ class ProducerRequests:
             return None
         if arrived.offsets and not all(map(session.arena_has, arrived.offsets, headers)):
             return None
-        keys = identities(session.lane.env, session.lane.split, headers)
+        keys = identities(session.lane.text, headers)
         return keys if self._state.groups.all_new(keys) else None
 
     def _accept_singly(self, arrived: "Arrived") -> bool:
@@ -317,7 +313,7 @@ class ProducerRequests:
     def _accept_unless_known(self, one: "Arrived") -> None:
         """Accept a group without a refusal, but queue none that was accepted before."""
         state, session, (header,) = self._state, one.session, one.headers
-        keys = identities(session.lane.env, session.lane.split, one.headers)
+        keys = identities(session.lane.text, one.headers)
         if state.groups.all_new(keys):
             self._accept(one, keys)
             return
@@ -350,15 +346,23 @@ class ProducerRequests:
     def _stored(self, arrived: "Arrived", keys: Sequence[int]) -> list[StoredGroup]:
         """Return accepted groups with their bodies, in the arena or in frames."""
         state, session, lane = self._state, arrived.session, arrived.session.lane
-        env, split, run, now, wall = lane.env, lane.split, state.run.name, arrived.now, arrived.wall
+        env, split, run, ram, now, wall = (
+            lane.env,
+            lane.split,
+            state.run.name,
+            state.ram,
+            arrived.now,
+            arrived.wall,
+        )
+        producer, number, tables = session.producer, session.number, session.tables
         if not arrived.offsets:
             state.as_frames[session.without_arena or "arena_full"] += len(keys)
         return [
             StoredGroup(
-                header, env, split, run, session.producer, session.number, session.tables[header.table], body, now,
-                wall, identity=key,
+                header, env, split, run, producer, number, tables[header.table],
+                GroupBody(frames, header.nbytes, ram, slot), now, wall, identity=key,
             )
-            for header, body, key in zip(arrived.headers, arrived.bodies(state.ram), keys, strict=True)
+            for (header, slot, frames), key in zip(arrived.parts(), keys, strict=True)
         ]  # fmt: skip
 
     def sweep(self, now: float) -> None:

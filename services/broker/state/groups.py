@@ -6,7 +6,6 @@ accepted once: as long as it exists, and after its end as long as its identity i
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from hashlib import blake2b
 
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
@@ -19,20 +18,20 @@ Stream = tuple[str, Split]
 
 def identity(env: str, split: Split, header: GroupHeader) -> int:
     """Return 64 bits that name a group: fewer than 1 in 10^13 new groups have those of one of a million others."""
-    return identities(env, split, (header,))[0]
+    return identities(lane_text(env, split), (header,))[0]
 
 
-def identities(env: str, split: Split, headers: Iterable[GroupHeader]) -> list[int]:
-    """Return the `identity` of each group of one environment and split."""
-    lane, number = _lane_name(env, split), int.from_bytes
+def identities(lane: str, headers: Iterable[GroupHeader]) -> list[int]:
+    """Return the `identity` of each group of one environment and split, which are given by their `lane_text`."""
+    number = int.from_bytes
     return [
         number(blake2b(f"{lane}{one.nbytes}\0{one.crc}\0{one.group_id}".encode(), digest_size=8).digest())
         for one in headers
     ]
 
 
-@lru_cache(maxsize=1024)
-def _lane_name(env: str, split: Split) -> str:
+def lane_text(env: str, split: Split) -> str:
+    """Return what the identities of all groups of an environment and split begin with."""
     return f"{env}\0{split.value}\0"
 
 

@@ -23,7 +23,7 @@ from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.batch_share import LaneTotals, total
-from rolloutmq.services.broker.state.groups import Groups
+from rolloutmq.services.broker.state.groups import Groups, lane_text
 from rolloutmq.services.broker.state.rates import Rate
 from rolloutmq.services.broker.state.split_queue import Load, SplitQueue
 
@@ -62,6 +62,7 @@ class Lane:
         self.env = env
         self._last_chance = last_chance
         self.split = split
+        self.text = lane_text(env, split)
         self.rule = rule
         self._key: Callable[[StoredGroup], Any] = _deadline if rule.stale == "drop" else _order
         self._all: SplitQueue[Lane] = SplitQueue() if all_ is None else all_
