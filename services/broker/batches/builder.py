@@ -50,7 +50,7 @@ _order: Final = attrgetter("order")
 class BatchPlan(msgspec.Struct):
     """Groups taken from the queues for one step, oldest first."""
 
-    groups: list[StoredGroup]
+    groups: Sequence[StoredGroup]
     short: bool = False
     _share: BatchShare | None = None
 
@@ -117,6 +117,9 @@ class BatchBuilder:
 
     def _note_shares(self, pull: Pull, share: BatchShare) -> None:
         """Note what each lane gave to a batch, and what it is owed from now on."""
+        queue = self._lanes.of_split(pull.split)
+        if len(queue.lanes) < 2:
+            return
         taken: dict[Lane, int]
         if pull.tokens:
             taken = defaultdict(int)
@@ -124,7 +127,7 @@ class BatchBuilder:
                 taken[self._lanes.of(group)] += by_tokens.tokens(group)
         else:
             taken = {self._lanes.of(totals.first): totals.sequences for totals in share.lanes}
-        self._lanes.of_split(pull.split).served(taken)
+        queue.served(taken)
 
     def _take_suspect(self, pull: Pull) -> BatchPlan | None:
         """Take the oldest suspect, if there is one: its next failure must not count against other groups."""
@@ -221,7 +224,7 @@ class BatchBuilder:
                 self._lanes.of(one).remove(one)
         return None
 
-    def _complete(self, queue: SplitQueue[Lane], rest: int, ranks: int) -> list[StoredGroup] | None:
+    def _complete(self, queue: SplitQueue[Lane], rest: int, ranks: int) -> Sequence[StoredGroup] | None:
         """Take groups of exactly `rest` sequences, without regard to minimum shares, and at least one for each rank."""
         if not rest:
             return None if ranks else []
@@ -310,7 +313,7 @@ class BatchBuilder:
         for candidate, counts in zip(lanes, plan, strict=True):
             for size, number in counts.items():
                 if number:
-                    groups += candidate.lane.take(size, number)
+                    groups += candidate.lane.take(size, number).groups
         groups.sort(key=_order)
         return BatchPlan(groups)
 
@@ -326,7 +329,8 @@ def _take_alike(queue: SplitQueue[Lane], pull: Pull) -> BatchPlan | None:
     count, rest = divmod(pull.sequences, size)
     if rest or not pull.world_size <= count <= len(queued):
         return None
-    return BatchPlan(sorted(lane.take(size, count), key=_order))
+    share = lane.take(size, count)
+    return BatchPlan(share.groups, _share=share)
 
 
 def _sequences(group: StoredGroup) -> int:

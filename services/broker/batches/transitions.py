@@ -94,8 +94,9 @@ class GroupTransitions:
                 return plan
             one, short = plan.share, plan.short
             moments = {totals.first.env: self._lanes.of(totals.first).rewards for totals in one.lanes}
-            shards = shard(one.groups, pull.world_size)
-            shares = [one] if pull.world_size == 1 else [BatchShare(groups) for groups in shards]
+            shares = [one]
+            if pull.world_size > 1:
+                shares = [BatchShare(groups) for groups in shard(one.groups, pull.world_size)]
         lease = Lease(
             number=self._leases.next_number(),
             generation=self._leases.next_generation(),
