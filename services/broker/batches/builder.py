@@ -162,7 +162,7 @@ class BatchBuilder:
     def _compose(self, stream: Stream, pull: Pull, now: float) -> BatchPlan | Wait:
         queue = self._lanes.of_split(pull.split)
         if pull.groups:
-            return self._compose_as_they_come(queue, pull.groups)
+            return _take_alike(queue, pull) or self._compose_as_they_come(queue, pull.groups)
         if _too_few_queued(queue, pull):
             self._no_fit_since.pop(stream, None)
             return Wait.NO_BATCH
@@ -319,16 +319,22 @@ class BatchBuilder:
 
 
 def _take_alike(queue: SplitQueue[Lane], pull: Pull) -> BatchPlan | None:
-    """Take the oldest groups if one lane has all groups, of one size that divides the batch: there is no choice."""
-    if not pull.sequences or len(queue.stocked) != 1 or queue.guaranteed:
+    """Take the groups whose turn is first if one lane has all groups, of one size: there is no choice.
+
+    None if there is one, or if the size does not divide the batch.
+    """
+    if pull.tokens or len(queue.stocked) != 1 or queue.guaranteed:
         return None
     (lane,) = queue.stocked
     if len(lane.sizes) != 1:
         return None
     ((size, queued),) = lane.sizes.items()
-    count, rest = divmod(pull.sequences, size)
-    if rest or not pull.world_size <= count <= len(queued):
-        return None
+    if pull.groups:
+        count = min(pull.groups, len(queued))
+    else:
+        count, rest = divmod(pull.sequences, size)
+        if rest or not pull.world_size <= count <= len(queued):
+            return None
     share = lane.take(size, count)
     return BatchPlan(share.groups, _share=share)
 

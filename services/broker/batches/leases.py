@@ -373,12 +373,17 @@ class Leases:
         if not window.leases:
             del self._windows[lease.stream]
 
-    def carve(self, number: int, generation: int, groups: Sequence[StoredGroup]) -> Lease:
-        """Take groups out of the window of one consumer, into a new lease of its own; close leases without a group."""
-        own = set(map(id, groups))
-        sources = [
-            lease for lease in self._open.values() if lease.window and own & set(map(id, lease.groups))
-        ]
+    def carve(self, number: int, generation: int, share: BatchShare, numbers: Container[int]) -> Lease:
+        """Take groups out of the window of one consumer, into a new lease of its own; close leases without a group.
+
+        Args:
+            number: Number of the new lease.
+            generation: Its generation.
+            share: The groups.
+            numbers: Numbers of the leases that hold them.
+        """
+        own = set(map(id, share.groups))
+        sources = [lease for lease in self._open.values() if lease.number in numbers]
         first = sources[0]
         progress_at = self._windows[first.stream].progress_at
         for lease in sources:
@@ -393,7 +398,7 @@ class Leases:
             version=max(lease.version for lease in sources),
             sequences=0,
             window=first.window,
-            parts=[RankShard(list(groups), progress_at)],
+            parts=[RankShard(share.groups, progress_at, _share=share)],
             rewound=first.rewound,
             moments=sources[-1].moments,
         )
