@@ -22,7 +22,7 @@ import msgspec
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import Pull, Settle
-from rolloutmq.services.broker.batches.outcomes import Outcome, outcomes
+from rolloutmq.services.broker.batches.shards import Outcome, outcomes
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Stream

@@ -23,7 +23,7 @@ from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.schemas.wire.requests import LogFigures
 from rolloutmq.schemas.wire.training import BatchSettled
 from rolloutmq.services.broker.batches.leases import Lease
-from rolloutmq.services.broker.batches.outcomes import TRAINED
+from rolloutmq.services.broker.batches.shards import TRAINED
 from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
