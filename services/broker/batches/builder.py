@@ -15,6 +15,7 @@ leave no room. What an environment misses stays owed to it, up to one batch, and
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -146,9 +147,11 @@ class BatchBuilder:
 
     def deadline(self, now: float) -> float:
         """Return when a wait for an exact combination, or for a silent lane, may end."""
+        if not self._no_fit_since and not self._short_since:
+            return inf
         exact = (since + self._config.exact_wait_s for since in self._no_fit_since.values())
         shares = (self._share_deadline(lane) for lane in self._short_since)
-        return min((at for at in (*exact, *shares) if at > now), default=float("inf"))
+        return min((at for at in (*exact, *shares) if at > now), default=inf)
 
     def _share_deadline(self, lane: Lane) -> float:
         """Return when a wait for a lane's minimum share ends."""

@@ -153,8 +153,16 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
 
     def expires_at(self, lease_s: float) -> float:
         """Return when the lease is lost if no rank shows progress until then."""
-        pending = (part.progress_at for part in self.parts if part.settle is None)
-        return min(pending, default=float("inf")) + lease_s
+        return self.waits_since + lease_s
+
+    @property
+    def waits_since(self) -> float:
+        """When the rank that shows no progress for longest showed some last; infinite if all have settled."""
+        since = math.inf
+        for part in self.parts:
+            if part.settle is None and part.progress_at < since:
+                since = part.progress_at
+        return since
 
     def missing(self, now: float, lease_s: float) -> int | None:
         """Return a rank that has not pulled its shard for the time of a lease; None if there is none."""
@@ -303,9 +311,12 @@ class Leases:
 
     def expire_at(self, lease_s: float) -> float:
         """Return when the first of the open leases is lost if no consumer shows progress until then."""
-        steps = (lease.expires_at(lease_s) for lease in self._of_stream.values())
-        windows = (window.progress_at + lease_s for window in self._windows.values())
-        return min((*steps, *windows), default=math.inf)
+        since = math.inf
+        for lease in self._of_stream.values():
+            since = min(since, lease.waits_since)
+        for window in self._windows.values():
+            since = min(since, window.progress_at)
+        return since + lease_s
 
     def find(self, number: int, generation: int) -> Lease | EndedLease | None:
         """Return the lease, open or settled, if the generation matches."""

@@ -40,7 +40,8 @@ def outcomes(groups: Sequence[StoredGroup], settle: Settle) -> list[Outcome] | N
     """Return the outcome of each group of a shard; None if the lists of `settle` do not match the shard."""
     held = [group.header.group_id for group in groups]
     if not settle.filtered and not settle.rejected and held == list(settle.trained):
-        return [TRAINED] * len(held)
+        all_trained: list[Outcome] = [TRAINED] * len(held)
+        return all_trained
     named: dict[str, list[Outcome]] = {}
     for group_id in settle.trained:
         named.setdefault(group_id, []).append(TRAINED)

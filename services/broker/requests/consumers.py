@@ -617,9 +617,10 @@ class ConsumerRequests:
     def next_deadline(self) -> float:
         """Return when `tick` has work to do."""
         state = self._state
-        broker = state.config.broker
-        times = [waiting.deadline for waiting in state.consumers.waiting()]
-        return min((*times, state.leases.expire_at(broker.lease_s)))
+        due = state.leases.expire_at(state.config.broker.lease_s)
+        for waiting in state.consumers.waiting():
+            due = min(due, waiting.deadline)
+        return due
 
     def waits(self, now: float) -> str:
         """Update the counted waits and return why the trainer waits."""

@@ -29,12 +29,19 @@ def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliver
     tables: dict[str, ColumnTable] = {}
     arenas: dict[ArenaRef, int] = {}
     frames: list[Any] = []
+    table = arena = None  # those of the group before: mostly it is the same one
+    number = 0
     for group in groups:
-        body, table, place = group.body, group.table, None
-        tables[table.id] = table
+        body, place = group.body, None
+        if group.table is not table:
+            table = group.table
+            tables[table.id] = table
         if in_place and isinstance(slot := body.slot, ArenaSlot):
             body.shown = True
-            place = arenas.setdefault(slot.arena.ref, len(arenas)), slot.offset
+            if slot.arena is not arena:
+                arena = slot.arena
+                number = arenas.setdefault(arena.ref, len(arenas))
+            place = number, slot.offset
         else:
             frames += body.own_frames
         listed.append(

@@ -132,8 +132,8 @@ class Settlements:
         return Ok()
 
 
-def _ids(groups: Iterable[StoredGroup]) -> tuple[str, ...]:
-    return tuple([group.header.group_id for group in groups])
+def _ids(groups: Sequence[StoredGroup]) -> tuple[str, ...]:
+    return tuple([group.header.group_id for group in groups]) if groups else ()
 
 
 def _pulled_at(lease: Lease, policy: PolicyVersion) -> PolicyVersion:
