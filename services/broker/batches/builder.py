@@ -15,6 +15,7 @@ leave no room. What an environment misses stays owed to it, up to one batch, and
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from math import inf
 from operator import attrgetter
 from typing import Final
 
@@ -50,7 +51,7 @@ _order: Final = attrgetter("order")
 class BatchPlan(msgspec.Struct):
     """Groups taken from the queues for one step, oldest first."""
 
-    groups: list[StoredGroup]
+    groups: Sequence[StoredGroup]
     short: bool = False
     _share: BatchShare | None = None
 
@@ -117,6 +118,9 @@ class BatchBuilder:
 
     def _note_shares(self, pull: Pull, share: BatchShare) -> None:
         """Note what each lane gave to a batch, and what it is owed from now on."""
+        queue = self._lanes.of_split(pull.split)
+        if len(queue.lanes) < 2:
+            return
         taken: dict[Lane, int]
         if pull.tokens:
             taken = defaultdict(int)
@@ -124,7 +128,7 @@ class BatchBuilder:
                 taken[self._lanes.of(group)] += by_tokens.tokens(group)
         else:
             taken = {self._lanes.of(totals.first): totals.sequences for totals in share.lanes}
-        self._lanes.of_split(pull.split).served(taken)
+        queue.served(taken)
 
     def _take_suspect(self, pull: Pull) -> BatchPlan | None:
         """Take the oldest suspect, if there is one: its next failure must not count against other groups."""
@@ -143,9 +147,11 @@ class BatchBuilder:
 
     def deadline(self, now: float) -> float:
         """Return when a wait for an exact combination, or for a silent lane, may end."""
+        if not self._no_fit_since and not self._short_since:
+            return inf
         exact = (since + self._config.exact_wait_s for since in self._no_fit_since.values())
         shares = (self._share_deadline(lane) for lane in self._short_since)
-        return min((at for at in (*exact, *shares) if at > now), default=float("inf"))
+        return min((at for at in (*exact, *shares) if at > now), default=inf)
 
     def _share_deadline(self, lane: Lane) -> float:
         """Return when a wait for a lane's minimum share ends."""
@@ -159,7 +165,7 @@ class BatchBuilder:
     def _compose(self, stream: Stream, pull: Pull, now: float) -> BatchPlan | Wait:
         queue = self._lanes.of_split(pull.split)
         if pull.groups:
-            return self._compose_as_they_come(queue, pull.groups)
+            return _take_alike(queue, pull) or self._compose_as_they_come(queue, pull.groups)
         if _too_few_queued(queue, pull):
             self._no_fit_since.pop(stream, None)
             return Wait.NO_BATCH
@@ -221,7 +227,7 @@ class BatchBuilder:
                 self._lanes.of(one).remove(one)
         return None
 
-    def _complete(self, queue: SplitQueue[Lane], rest: int, ranks: int) -> list[StoredGroup] | None:
+    def _complete(self, queue: SplitQueue[Lane], rest: int, ranks: int) -> Sequence[StoredGroup] | None:
         """Take groups of exactly `rest` sequences, without regard to minimum shares, and at least one for each rank."""
         if not rest:
             return None if ranks else []
@@ -310,23 +316,30 @@ class BatchBuilder:
         for candidate, counts in zip(lanes, plan, strict=True):
             for size, number in counts.items():
                 if number:
-                    groups += candidate.lane.take(size, number)
+                    groups += candidate.lane.take(size, number).groups
         groups.sort(key=_order)
         return BatchPlan(groups)
 
 
 def _take_alike(queue: SplitQueue[Lane], pull: Pull) -> BatchPlan | None:
-    """Take the oldest groups if one lane has all groups, of one size that divides the batch: there is no choice."""
-    if not pull.sequences or len(queue.stocked) != 1 or queue.guaranteed:
+    """Take the groups whose turn is first if one lane has all groups, of one size: there is no choice.
+
+    None if there is one, or if the size does not divide the batch.
+    """
+    if pull.tokens or len(queue.stocked) != 1 or queue.guaranteed:
         return None
     (lane,) = queue.stocked
     if len(lane.sizes) != 1:
         return None
     ((size, queued),) = lane.sizes.items()
-    count, rest = divmod(pull.sequences, size)
-    if rest or not pull.world_size <= count <= len(queued):
-        return None
-    return BatchPlan(sorted(lane.take(size, count), key=_order))
+    if pull.groups:
+        count = min(pull.groups, len(queued))
+    else:
+        count, rest = divmod(pull.sequences, size)
+        if rest or not pull.world_size <= count <= len(queued):
+            return None
+    share = lane.take(size, count)
+    return BatchPlan(share.groups, _share=share)
 
 
 def _sequences(group: StoredGroup) -> int:

@@ -22,7 +22,7 @@ import msgspec
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.requests import Pull, Settle
-from rolloutmq.services.broker.batches.outcomes import Outcome, outcomes
+from rolloutmq.services.broker.batches.shards import Outcome, outcomes
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
@@ -153,8 +153,16 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
 
     def expires_at(self, lease_s: float) -> float:
         """Return when the lease is lost if no rank shows progress until then."""
-        pending = (part.progress_at for part in self.parts if part.settle is None)
-        return min(pending, default=float("inf")) + lease_s
+        return self.waits_since + lease_s
+
+    @property
+    def waits_since(self) -> float:
+        """When the rank that shows no progress for longest showed some last; infinite if all have settled."""
+        since = math.inf
+        for part in self.parts:
+            if part.settle is None and part.progress_at < since:
+                since = part.progress_at
+        return since
 
     def missing(self, now: float, lease_s: float) -> int | None:
         """Return a rank that has not pulled its shard for the time of a lease; None if there is none."""
@@ -303,9 +311,12 @@ class Leases:
 
     def expire_at(self, lease_s: float) -> float:
         """Return when the first of the open leases is lost if no consumer shows progress until then."""
-        steps = (lease.expires_at(lease_s) for lease in self._of_stream.values())
-        windows = (window.progress_at + lease_s for window in self._windows.values())
-        return min((*steps, *windows), default=math.inf)
+        since = math.inf
+        for lease in self._of_stream.values():
+            since = min(since, lease.waits_since)
+        for window in self._windows.values():
+            since = min(since, window.progress_at)
+        return since + lease_s
 
     def find(self, number: int, generation: int) -> Lease | EndedLease | None:
         """Return the lease, open or settled, if the generation matches."""
@@ -373,12 +384,17 @@ class Leases:
         if not window.leases:
             del self._windows[lease.stream]
 
-    def carve(self, number: int, generation: int, groups: Sequence[StoredGroup]) -> Lease:
-        """Take groups out of the window of one consumer, into a new lease of its own; close leases without a group."""
-        own = set(map(id, groups))
-        sources = [
-            lease for lease in self._open.values() if lease.window and own & set(map(id, lease.groups))
-        ]
+    def carve(self, number: int, generation: int, share: BatchShare, numbers: Container[int]) -> Lease:
+        """Take groups out of the window of one consumer, into a new lease of its own; close leases without a group.
+
+        Args:
+            number: Number of the new lease.
+            generation: Its generation.
+            share: The groups.
+            numbers: Numbers of the leases that hold them.
+        """
+        own = set(map(id, share.groups))
+        sources = [lease for lease in self._open.values() if lease.number in numbers]
         first = sources[0]
         progress_at = self._windows[first.stream].progress_at
         for lease in sources:
@@ -393,7 +409,7 @@ class Leases:
             version=max(lease.version for lease in sources),
             sequences=0,
             window=first.window,
-            parts=[RankShard(list(groups), progress_at)],
+            parts=[RankShard(share.groups, progress_at, _share=share)],
             rewound=first.rewound,
             moments=sources[-1].moments,
         )

@@ -9,7 +9,7 @@ code: `lease` decides and `apply_lease` changes, likewise `settle` and `apply_se
 `rewind` and `apply_rewind`.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
 
 from rolloutmq.schemas.config.broker import BrokerConfig
@@ -94,8 +94,9 @@ class GroupTransitions:
                 return plan
             one, short = plan.share, plan.short
             moments = {totals.first.env: self._lanes.of(totals.first).rewards for totals in one.lanes}
-            shards = shard(one.groups, pull.world_size)
-            shares = [one] if pull.world_size == 1 else [BatchShare(groups) for groups in shards]
+            shares = [one]
+            if pull.world_size > 1:
+                shares = [BatchShare(groups) for groups in shard(one.groups, pull.world_size)]
         lease = Lease(
             number=self._leases.next_number(),
             generation=self._leases.next_generation(),
@@ -167,18 +168,25 @@ class GroupTransitions:
             self._ledger.move(GroupState.QUEUED, GroupState.LEASED, len(part.groups))
         self._leases.open(lease)
 
-    def carve(self, groups: Sequence[StoredGroup], consumer: str, request_id: str) -> Lease:
-        """Make groups of a consumer's window a lease of their own; all of them are rewound, or none."""
-        orders_ = tuple(group.order for group in groups)
+    def carve(self, share: BatchShare, sources: Collection[int], consumer: str, request_id: str) -> Lease:
+        """Make groups of a consumer's window a lease of their own; all of them are rewound, or none.
+
+        Args:
+            share: The groups.
+            sources: Numbers of the leases that hold them.
+            consumer: The consumer.
+            request_id: Its request.
+        """
+        orders_ = tuple([group.order for group in share.groups])
         event = Carved(
             self._leases.next_number(), self._leases.next_generation(), consumer, request_id, orders_
         )
         self._events.add(event)
-        return self.apply_carve(event, groups)
+        return self.apply_carve(event, share, sources)
 
-    def apply_carve(self, event: Carved, groups: Sequence[StoredGroup]) -> Lease:
+    def apply_carve(self, event: Carved, share: BatchShare, sources: Collection[int]) -> Lease:
         """Take groups out of the leases that hold them."""
-        lease = self._leases.carve(event.number, event.generation, groups)
+        lease = self._leases.carve(event.number, event.generation, share, sources)
         self._leases.hand_out(lease, 0, event.consumer, event.request_id)
         return lease
 

@@ -117,14 +117,19 @@ class ProducerArena:
         """Note that a slot is free, and copy out groups that hold back too much."""
         self._leaves(slot, frames)
         del self._held[slot.seq]
-        self._behind[slot.seq] = slot.nbytes
-        self._behind_bytes += slot.nbytes
-        self._advance()
-        if not self._copying:
-            self._copying = True
-            while self._behind_bytes > STRAGGLER_BYTES and self._copy_first():
-                self._advance()
-            self._copying = False
+        if slot.seq == self._upto + 1 <= self._window.cumulative:  # in turn, as most are
+            self._upto += 1
+            self._unacked_bytes += slot.nbytes
+        else:
+            self._behind[slot.seq] = slot.nbytes
+            self._behind_bytes += slot.nbytes
+        if self._behind:
+            self._advance()
+            if not self._copying:
+                self._copying = True
+                while self._behind_bytes > STRAGGLER_BYTES and self._copy_first():
+                    self._advance()
+                self._copying = False
         if self.over:
             self.end()
         elif self._unacked_bytes >= RELEASE_ACK_BYTES:

@@ -4,18 +4,15 @@ A batch is delivered with its frames, or with the addresses of its groups in sha
 """
 
 import math
-from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
-import msgspec
 from msgspec.structs import replace
 
 from rolloutmq.schemas.errors import JournalWaitsError
-from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable, ErrorCode, PolicyVersion, Split
+from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import (
     Batch,
     ConsumerRegistered,
-    Delivery,
     ErrorReply,
     NoBatch,
     Ok,
@@ -34,12 +31,11 @@ from rolloutmq.schemas.wire.requests import (
 from rolloutmq.services.broker.actions import Route
 from rolloutmq.services.broker.batches.consumers import POLL_S, Consumer, WaitingPull
 from rolloutmq.services.broker.batches.leases import EndedLease, Lease, RankShard
-from rolloutmq.services.broker.batches.outcomes import mismatch
+from rolloutmq.services.broker.batches.shards import mismatch
 from rolloutmq.services.broker.broker_state import BrokerState, of_another_run, refuse, taken_over
-from rolloutmq.services.broker.flow.arenas import ArenaSlot
 from rolloutmq.services.broker.journal.format.events import GroupState, Joined, Pulled, Settles
-from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.requests import windows
+from rolloutmq.services.broker.requests.deliveries import deliveries
 from rolloutmq.services.broker.requests.settlements import Settlements
 from rolloutmq.services.broker.requests.windows import WindowRequests
 
@@ -626,9 +622,10 @@ class ConsumerRequests:
     def next_deadline(self) -> float:
         """Return when `tick` has work to do."""
         state = self._state
-        broker = state.config.broker
-        times = [waiting.deadline for waiting in state.consumers.waiting()]
-        return min((*times, state.leases.expire_at(broker.lease_s)))
+        due = state.leases.expire_at(state.config.broker.lease_s)
+        for waiting in state.consumers.waiting():
+            due = min(due, waiting.deadline)
+        return due
 
     def waits(self, now: float) -> str:
         """Update the counted waits and return why the trainer waits."""
@@ -646,45 +643,6 @@ class ConsumerRequests:
                 waiting.route, refuse(ErrorCode.UNKNOWN, "the run was reset: register again")
             )
         self._state.consumers.clear()
-
-
-class GroupDeliveries(msgspec.Struct, frozen=True):
-    """The parts of a `Batch` reply about groups, and the frames that follow it."""
-
-    groups: tuple[Delivery, ...]
-    tables: tuple[ColumnTable, ...]
-    arenas: tuple[ArenaRef, ...]
-    frames: tuple[Any, ...]
-
-
-def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliveries:
-    """Describe groups with loaded bodies; `in_place` allows addresses in shared memory.
-
-    Frames leave after this call, when a slot may already be another group's: they are copied out of arenas.
-    """
-    listed: list[Delivery] = []
-    tables: dict[str, ColumnTable] = {}
-    arenas: dict[ArenaRef, int] = {}
-    frames: list[Any] = []
-    for group in groups:
-        body, table, place = group.body, group.table, None
-        tables[table.id] = table
-        if in_place and isinstance(slot := body.slot, ArenaSlot):
-            body.shown = True
-            place = arenas.setdefault(slot.arena.ref, len(arenas)), slot.offset
-        else:
-            frames += body.own_frames
-        listed.append(
-            Delivery(
-                header=group.header,
-                env=group.env,
-                producer=group.producer,
-                session=group.session,
-                deliveries=group.deliveries,
-                place=place,
-            )
-        )
-    return GroupDeliveries(tuple(listed), tuple(tables.values()), tuple(arenas), tuple(frames))
 
 
 def _skips(lease: Lease, version: PolicyVersion) -> ErrorReply | None:

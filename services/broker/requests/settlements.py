@@ -23,7 +23,7 @@ from rolloutmq.schemas.wire.replies import ErrorReply, Ok
 from rolloutmq.schemas.wire.requests import LogFigures
 from rolloutmq.schemas.wire.training import BatchSettled
 from rolloutmq.services.broker.batches.leases import Lease
-from rolloutmq.services.broker.batches.outcomes import TRAINED
+from rolloutmq.services.broker.batches.shards import TRAINED
 from rolloutmq.services.broker.broker_state import BrokerState, refuse, taken_over
 from rolloutmq.services.broker.journal.format.events import GroupState
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
@@ -132,8 +132,8 @@ class Settlements:
         return Ok()
 
 
-def _ids(groups: Iterable[StoredGroup]) -> tuple[str, ...]:
-    return tuple([group.header.group_id for group in groups])
+def _ids(groups: Sequence[StoredGroup]) -> tuple[str, ...]:
+    return tuple([group.header.group_id for group in groups]) if groups else ()
 
 
 def _pulled_at(lease: Lease, policy: PolicyVersion) -> PolicyVersion:

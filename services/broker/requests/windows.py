@@ -10,8 +10,8 @@ queue count against another account than new ones, and are carved out apart.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -111,69 +111,67 @@ class WindowRequests:
             return refuse(ErrorCode.UNKNOWN, f"consumer {request.consumer} is not registered")
         if state.consumers.fenced(request.consumer, request.generation):
             return taken_over(request.consumer)
-        named = Counter(_named(request))
-        if named and (most := named.most_common(1)[0])[1] > 1:
-            return refuse(ErrorCode.INVALID, f"settle_groups: group {most[0]} is named more than once")
+        names = list(_named(request))
+        if len(set(names)) < len(names):
+            twice = Counter(names).most_common(1)[0][0]
+            return refuse(ErrorCode.INVALID, f"settle_groups: group {twice} is named more than once")
         done = {group_id for settle in self._earlier(request) for group_id in _named(settle)}
         if not done:
             policy = state.consumers.settled_by(consumer.group) or request.version
             if request.trained and request.version < policy:
                 return _behind(request.version, policy)
             request = replace(request, version=max(request.version, policy))
-            done = self._settle_held(request, now, wall)
-        return Settled(step=request.version.step, lost=tuple(name for name in named if name not in done))
+            done = self._settle_held(request, names, now, wall)
+        return Settled(step=request.version.step, lost=tuple([name for name in names if name not in done]))
 
     def _earlier(self, request: SettleGroups) -> Iterator[Settle]:
         """Yield what this request has settled when it came before."""
         for ended in self._state.leases.ended_of(request.consumer, request.key):
             yield from ended.settles
 
-    def _settle_held(self, request: SettleGroups, now: float, wall: float) -> set[str]:
+    def _settle_held(self, request: SettleGroups, names: Sequence[str], now: float, wall: float) -> set[str]:
         """Settle the named groups that the consumer holds; return their ids."""
-        held = self._held(request.consumer)
+        held = self._held(request.consumer, set(names))
         done: set[str] = set()
         for again in (True, False):
-            found = [held[name] for name in _named(request) if name in held]
-            found = [one for one in found if one.rewound is again]
+            found = {name: held[name] for name in names if name in held and held[name][1].rewound is again}
             if found:
-                self._measure(found, wall)
-                done |= self._settle_carved(request, [one.group for one in found], now, wall)
+                self._settle_carved(request, found, now, wall)
+                done |= found.keys()
         return done
 
-    def _measure(self, found: Iterable["_Held"], wall: float) -> None:
-        """Count the time with the trainer, by hand-out."""
-        handed: dict[float, list[StoredGroup]] = {}
-        for one in found:
-            handed.setdefault(one.handed_at, []).append(one.group)
-        for handed_at, groups in handed.items():
-            self._state.hops.settled(BatchShare(groups), wall - handed_at)
-
-    def _held(self, consumer: str) -> dict[str, "_Held"]:
-        """Return the groups of a consumer's window by id.
+    def _held(self, consumer: str, names: set[str]) -> "dict[str, _Held]":
+        """Return the named groups of a consumer's window, by id.
 
         Groups of the same id and other contents are settled one after another, the oldest first.
         """
         held: dict[str, _Held] = {}
         for lease in self._state.leases:
             if lease.window and lease.parts[0].consumer == consumer:
-                for group in lease.groups:
-                    one = _Held(group, lease.rewound, lease.parts[0].handed_at)
-                    held.setdefault(group.header.group_id, one)
+                for group in lease.parts[0].groups:
+                    name = group.header.group_id
+                    if name in names and name not in held:
+                        held[name] = group, lease
+                if len(held) == len(names):
+                    break
         return held
 
     def _settle_carved(
-        self, request: SettleGroups, groups: list[StoredGroup], now: float, wall: float
-    ) -> set[str]:
-        state, ids = self._state, {group.header.group_id for group in groups}
-        lease = state.transitions.carve(groups, request.consumer, request.key)
+        self, request: SettleGroups, found: "Mapping[str, _Held]", now: float, wall: float
+    ) -> None:
+        """Settle groups that are all rewound, or none is."""
+        state, share = self._state, BatchShare([group for group, _ in found.values()])
+        sources = {lease.number: lease for _, lease in found.values()}
+        self._measure(share, found, sources, wall)
+        lease = state.transitions.carve(share, sources, request.consumer, request.key)
         settle = Settle(
             consumer=request.consumer,
             lease=lease.number,
             generation=lease.generation,
             version=request.version,
-            trained=tuple(one for one in request.trained if one in ids),
-            filtered=tuple(one for one in request.filtered if one in ids),
-            rejected=tuple(one for one in request.rejected if one.group_id in ids),
+            trained=tuple([one for one in request.trained if one in found]),
+            filtered=tuple([one for one in request.filtered if one in found]),
+            rejected=tuple([one for one in request.rejected if one.group_id in found]),
         )
         part = lease.parts[0]
         matches = part.settled_by(settle)
@@ -182,15 +180,24 @@ class WindowRequests:
         if not lease.rewound:
             state.staleness.note_trained(part.share, set(settle.trained), request.version)
         self._end(lease, now, wall)
-        return ids
+
+    def _measure(
+        self, share: BatchShare, found: "Mapping[str, _Held]", sources: Mapping[int, Lease], wall: float
+    ) -> None:
+        """Count the time with the trainer, by hand-out."""
+        if len(sources) == 1:
+            (lease,) = sources.values()
+            self._state.hops.settled(share, wall - lease.parts[0].handed_at)
+            return
+        handed: dict[float, list[StoredGroup]] = {}
+        for group, lease in found.values():
+            handed.setdefault(lease.parts[0].handed_at, []).append(group)
+        for handed_at, groups in handed.items():
+            self._state.hops.settled(BatchShare(groups), wall - handed_at)
 
 
-class _Held(NamedTuple):
-    """A group of a consumer's window."""
-
-    group: StoredGroup
-    rewound: bool
-    handed_at: float
+_Held = tuple[StoredGroup, Lease]
+"""A group of a consumer's window, and its lease."""
 
 
 def _named(request: SettleGroups | Settle) -> Iterator[str]:

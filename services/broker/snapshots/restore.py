@@ -266,12 +266,16 @@ class StateRestorer:
 
     def _carved(self, event: f.Carved) -> None:
         leased = {
-            group.order: group for lease in self._state.leases if lease.window for group in lease.groups
+            group.order: (group, lease.number)
+            for lease in self._state.leases
+            if lease.window
+            for group in lease.groups
         }
-        groups = [leased[order] for order in event.orders if order in leased]
-        if len(groups) < len(event.orders) or not groups:
+        found = [leased[order] for order in event.orders if order in leased]
+        if len(found) < len(event.orders) or not found:
             raise UnknownReferenceError(f"lease {event.number} has groups that are in no window")
-        self._state.transitions.apply_carve(event, groups)
+        share = BatchShare([group for group, _ in found])
+        self._state.transitions.apply_carve(event, share, {number for _, number in found})
 
     def _lost(self, event: f.Lost) -> None:
         transitions, lease = self._state.transitions, self._find(event.lease)

@@ -22,7 +22,7 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
-from rolloutmq.services.broker.state.batch_share import LaneTotals, total
+from rolloutmq.services.broker.state.batch_share import BatchShare, LaneTotals
 from rolloutmq.services.broker.state.groups import Groups, lane_text
 from rolloutmq.services.broker.state.rates import Rate
 from rolloutmq.services.broker.state.split_queue import Load, SplitQueue
@@ -275,14 +275,17 @@ class Lane:
                 self._emptied(size)
         self.queued.add(group, -1)
 
-    def take(self, size: int, count: int) -> list[StoredGroup]:
-        """Remove the oldest `count` groups of a size from the queue; there must be enough."""
+    def take(self, size: int, count: int) -> BatchShare:
+        """Remove the `count` groups of a size whose turn is first; there must be enough. They are sorted by age."""
         queue = self.sizes[size]
         taken = [queue.popleft() for _ in range(count)]
         if not queue:
             self._emptied(size)
-        self.queued.count(total(taken), -1)
-        return taken
+        taken.sort(key=_order)
+        share = BatchShare(taken)
+        for totals in share.lanes:
+            self.queued.count(totals, -1)
+        return share
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
         """Return groups to their old places in the queue."""

@@ -27,7 +27,7 @@ def orders(lane: Lane) -> list[int]:
 def test_sizes_lie_apart_and_the_order_is_that_of_arrival() -> None:
     lane = lane_of(4, 2, 4, 8, 2)
     assert orders(lane) == [1, 2, 3, 4, 5]
-    assert [group.order for group in lane.take(4, 2)] == [1, 3]
+    assert [group.order for group in lane.take(4, 2).groups] == [1, 3]
     assert orders(lane) == [2, 4, 5]
     assert lane.queued.as_tuple() == (3, 12, 120, 300)
     oldest = lane.oldest()
@@ -39,7 +39,7 @@ def test_sizes_lie_apart_and_the_order_is_that_of_arrival() -> None:
 @given(st.lists(st.sampled_from([1, 2, 4]), min_size=1, max_size=30), st.randoms())
 def test_groups_that_come_back_take_their_old_places(sizes: list[int], random: Random) -> None:
     lane = lane_of(*sizes)
-    out = [lane.take(size, (len(lane.sizes[size]) + 1) // 2) for size in list(lane.sizes)]
+    out = [lane.take(size, (len(lane.sizes[size]) + 1) // 2).groups for size in list(lane.sizes)]
     random.shuffle(out)
     for groups in out:
         lane.put_back(groups)
@@ -49,7 +49,7 @@ def test_groups_that_come_back_take_their_old_places(sizes: list[int], random: R
 
 def test_two_leases_that_return_in_the_wrong_order_end_in_the_right_one() -> None:
     lane = lane_of(*[4] * 8)
-    first, second = lane.take(4, 3), lane.take(4, 3)
+    first, second = lane.take(4, 3).groups, lane.take(4, 3).groups
     lane.put_back(first)
     lane.put_back(second)
     lane.validate()
@@ -63,7 +63,7 @@ def test_the_sums_over_all_lanes_follow_every_move() -> None:
         for _ in range(3):
             group = stored(0, env=lane.env)
             lanes.accept(lane, [group], Load.of([group.header]), 0.0)
-    taken = one.take(4, 2)
+    taken = one.take(4, 2).groups
     for group in taken:
         one.leased.add(group)
     lanes.validate()
