@@ -95,7 +95,7 @@ class EncodedGroup(msgspec.Struct, frozen=True, gc=False):
     crc: int
 
 
-class PreparedGroup(msgspec.Struct, frozen=True, gc=False):
+class PreparedGroup(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A group ready to be encoded: its table, its blocks, their sizes, and their places if they become frames."""
 
     table: ColumnTable

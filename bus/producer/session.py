@@ -64,7 +64,7 @@ _HELD: Final = frozenset({Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW})
 """Waits of a broker that may not read its producers."""
 
 
-class StagedGroup(msgspec.Struct, frozen=True, gc=False):
+class StagedGroup(msgspec.Struct, frozen=True, eq=False, gc=False):
     """An encoded group, and its slot if it was written into the arena."""
 
     encoded: EncodedGroup
