@@ -392,10 +392,7 @@ class Channel:
         """Send one message if the socket accepts it now; return whether it did."""
         self._check_open()
         try:
-            if len(frames) == 1:
-                self._socket.send(frames[0], zmq.NOBLOCK, copy=copy)
-            else:
-                self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
+            self._socket.send_multipart(frames, zmq.NOBLOCK, copy=copy)
         except zmq.Again:
             return False
         finally:
