@@ -523,11 +523,14 @@ class Group:
 def _share_lengths(columns: dict[str, Column]) -> None:
     """Let the columns with one value for each token have the lengths of the tokens, where theirs are equal."""
     lengths = columns["tokens"].lengths
+    if len(lengths) != 1:
+        return
+    kind, rows = lengths[0].dtype, lengths[0].tobytes()
     for name in TOKEN_ALIGNED:
         column = columns.get(name)
-        if column is not None and column.depth == len(lengths) == 1:
+        if column is not None and len(column.lengths) == 1:
             own = column.lengths[0]
-            if own.dtype == lengths[0].dtype and own.tobytes() == lengths[0].tobytes():
+            if own.dtype == kind and own.tobytes() == rows:
                 columns[name] = Column(column.dtype, column.values, lengths)
 
 

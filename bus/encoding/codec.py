@@ -97,7 +97,7 @@ class EncodedGroup(msgspec.Struct, frozen=True, gc=False):
     crc: int
 
 
-class PreparedGroup(msgspec.Struct, frozen=True, gc=False):
+class PreparedGroup(msgspec.Struct, frozen=True, eq=False, gc=False):
     """A group ready to be encoded: its table, its blocks, their sizes, and their places if they become frames."""
 
     table: ColumnTable
@@ -251,21 +251,23 @@ def table_of(group: Group) -> ColumnTable:
 def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
     """Return the table of a group and its blocks in the order of the table, each contiguous in memory."""
     owners: dict[tuple[bytes, ...], str] = {}
-    known: dict[int, str] = {}
-    """The same by the identity of the lengths: columns of one group mostly have the same object."""
+    latest: tuple[NDArray[np.uint32], ...] | None = None
+    latest_owner = ""
     specs: list[str | int] = []
     blocks: list[Block] = []
     opaque: dict[str, bytes] = {}
     for name, column in group.columns.items():
         dtype, lengths, values = column.dtype, column.lengths, column.values
         shared = ""
-        if lengths and not (shared := known.get(id(lengths), "")):
+        if lengths and lengths is latest:  # as columns of one group mostly are
+            shared = latest_owner
+        elif lengths:
             own = tuple(map(np.ndarray.tobytes, lengths))
-            known[id(lengths)] = owner = owners.setdefault(own, name)
-            if owner == name:
+            latest, latest_owner = lengths, owners.setdefault(own, name)
+            if latest_owner == name:
                 blocks += map(memoryview, own)
             else:
-                shared = owner
+                shared = latest_owner
         specs += (name, dtype, len(lengths), shared)
         if dtype is not _OPAQUE:
             blocks.append(np.ascontiguousarray(values))
@@ -282,7 +284,8 @@ def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
 @lru_cache(maxsize=TABLES_KEPT)
 def _table_of(specs: tuple[Any, ...]) -> ColumnTable:
     """Return the table of columns of these names, element types, depths and owners of their lengths, in turn."""
-    return ColumnTable(tuple(ColumnSpec(*specs[at : at + 4]) for at in range(0, len(specs), 4)))
+    each = zip(*[iter(specs)] * 4, strict=True)
+    return ColumnTable(tuple(ColumnSpec(name, Dtype(dtype), *others) for name, dtype, *others in each))
 
 
 class _Blocks:

@@ -301,10 +301,8 @@ class ProducerConnection:
         Acks must be received and other tasks must run, but a turn of the loop costs as much as a small group. Groups of
         one turn share a message. A group that no other one is under way with leaves at once.
         """
-        if not self._soon:
-            if self._send_alone():
-                return False
-            self.send_soon()
+        if self.send_arrived():
+            return False
         now = time.monotonic()
         if not self._turn_groups:
             self._turn_at = now
@@ -319,17 +317,18 @@ class ProducerConnection:
             self.send()
         return due
 
-    def _send_alone(self) -> bool:
-        """Send the group that has just come into the spool if all before it are acked: others may not follow."""
-        if self._soon or len(self._session.spool) > 1:
+    def send_arrived(self) -> bool:
+        """Send a group that has just come into the spool: in the loop's next turn, or at once; return which.
+
+        At once if all before it are acked, because others may not follow.
+        """
+        if self._soon:
+            return False
+        if len(self._session.spool) > 1:
+            self.send_soon()
             return False
         self.send()
         return True
-
-    def send_arrived(self) -> None:
-        """Send a group that has just come into the spool: alone at once, otherwise in the loop's next turn."""
-        if not self._send_alone():
-            self.send_soon()
 
     def send_soon(self) -> None:
         """Send in the loop's next turn, together with the groups that arrive until then. Never waits."""

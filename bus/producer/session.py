@@ -64,7 +64,7 @@ _HELD: Final = frozenset({Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW})
 """Waits of a broker that may not read its producers."""
 
 
-class StagedGroup(msgspec.Struct, frozen=True, gc=False):
+class StagedGroup(msgspec.Struct, frozen=True, eq=False, gc=False):
     """An encoded group, and its slot if it was written into the arena."""
 
     encoded: EncodedGroup
@@ -317,22 +317,10 @@ class SessionState:
 
     def message(self, entries: list[SpoolEntry]) -> tuple[list[Any], list[SpoolEntry]]:
         """Return the frames of a message with these groups, and the groups that fit into it."""
-        while True:
-            try:
-                envelope = self._envelope(entries)
-            except LimitExceededError:
-                if len(entries) == 1:
-                    raise
-                entries = entries[: len(entries) // 2]
-            else:
-                if entries[0].slot is not None:
-                    return [envelope], entries
-                return [envelope, *[frame for entry in entries for frame in entry.frames]], entries
-
-    def _envelope(self, entries: list[SpoolEntry]) -> bytes:
         about = self.register
-        return encode_envelope(
-            Envelope(
+        while True:
+            in_arena = entries[0].slot is not None
+            envelope = Envelope(
                 version=PROTOCOL_VERSION,
                 producer=about.producer,
                 session=self.number,
@@ -340,7 +328,15 @@ class SessionState:
                 env=about.env,
                 split=about.split,
                 groups=tuple(map(_header, entries)),
-                offsets=() if entries[0].slot is None else tuple(map(_offset, entries)),
+                offsets=tuple(map(_offset, entries)) if in_arena else (),
                 arena=0 if self.arena is None else self.arena.ref.ino,
             )
-        )
+            try:
+                head = encode_envelope(envelope)
+            except LimitExceededError:
+                if len(entries) == 1:
+                    raise
+                entries = entries[: len(entries) // 2]
+            else:
+                frames = [] if in_arena else [frame for entry in entries for frame in entry.frames]
+                return [head, *frames], entries

@@ -69,18 +69,12 @@ class ArenaAllocator:
         """Return a slot for that many bytes, or None if no gap is large enough."""
         unit = PAGE_BYTES if nbytes >= PAGED_BYTES else ALIGNMENT_BYTES
         size = nbytes + -nbytes % unit or unit
-        starts, ends = self._starts, self._ends
-        for index, start in enumerate(starts):
-            if index >= LOOK:
-                index, start = len(starts) - 1, starts[-1]
-            first = start + -start % unit
-            if ends[index] - first >= size:
-                break
-            if index >= LOOK:
-                return None
-        else:
+        gap = self._gap(size, unit)
+        if gap is None:
             return None
-        if first > start:
+        index, first = gap
+        starts, ends = self._starts, self._ends
+        if first > (start := starts[index]):
             starts.insert(index, start)
             ends.insert(index, first)
             index += 1
@@ -93,6 +87,21 @@ class ArenaAllocator:
             if end > self._touched:
                 self._touched = end
         return ArenaBlock(self, first, nbytes, size)
+
+    def _gap(self, size: int, unit: int) -> tuple[int, int] | None:
+        """Return the index of a large enough gap, and the first place in it at a multiple of the unit."""
+        starts, ends = self._starts, self._ends
+        for index, start in enumerate(starts):
+            if index == LOOK:
+                break
+            first = start + -start % unit
+            if ends[index] - first >= size:
+                return index, first
+        if len(starts) > LOOK:
+            first = starts[-1] + -starts[-1] % unit
+            if ends[-1] - first >= size:
+                return len(starts) - 1, first
+        return None
 
     def release(self, upto: int) -> None:
         """Free every slot numbered up to `upto`."""

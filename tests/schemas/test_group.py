@@ -206,6 +206,15 @@ def test_a_second_moment_that_overflows_is_infinite() -> None:
     assert build(scores=[1.5e308, -1.5e308], tokens=[[1]] * 2, mask=[[1]] * 2).rewards().m2 == math.inf
 
 
+def test_columns_of_tokens_have_the_lengths_of_the_tokens() -> None:
+    rows = [[1, 2], [3]]
+    built = Group.build("g", tokens=rows, mask=rows, scores=[0, 1], advantages=rows, mine=rows).columns
+    assert built["mask"].lengths is built["advantages"].lengths is built["tokens"].lengths
+    assert built["mine"].lengths is not built["tokens"].lengths
+    with pytest.raises(InvalidGroupError, match="row 0 has 1 values, tokens has 2"):
+        Group.build("g", tokens=rows, mask=[[1], [1, 1]], scores=[0, 1])
+
+
 def test_in_a_notebook_a_group_is_a_table_of_its_sequences() -> None:
     group = build(group_id="<g>", oldest=PolicyVersion(0, 3), newest=PolicyVersion(0, 4))
     shown = group._repr_html_()

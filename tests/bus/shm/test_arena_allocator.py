@@ -3,7 +3,13 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rolloutmq.bus.shm.arena_allocator import ALIGNMENT_BYTES, PAGE_BYTES, ArenaAllocator, ArenaBlock
+from rolloutmq.bus.shm.arena_allocator import (
+    ALIGNMENT_BYTES,
+    LOOK,
+    PAGE_BYTES,
+    ArenaAllocator,
+    ArenaBlock,
+)
 
 CAPACITY = 64 * 1024
 STEPS = st.lists(
@@ -127,3 +133,20 @@ def test_a_slot_that_was_cancelled_is_free_once() -> None:
 def test_there_is_no_room_in_nothing() -> None:
     assert ArenaAllocator(0).allocate(1) is None
     assert ArenaAllocator(ALIGNMENT_BYTES - 1).allocate(1) is None
+
+
+def test_behind_the_gaps_that_are_examined_the_last_one_is() -> None:
+    slots = ArenaAllocator(4 * LOOK * ALIGNMENT_BYTES)
+    live = [slots.allocate(1) for _ in range(3 * LOOK)]
+    for slot in live[::2]:
+        assert slot is not None
+        slots.free(slot)
+    slots.validate()
+    found = slots.allocate(LOOK * ALIGNMENT_BYTES)
+    assert found is not None
+    assert found.offset == 3 * LOOK * ALIGNMENT_BYTES
+    assert slots.allocate(2 * ALIGNMENT_BYTES) is None
+    small = slots.allocate(ALIGNMENT_BYTES)
+    assert small is not None
+    assert small.offset == 0
+    slots.validate()
