@@ -123,6 +123,18 @@ class Column:
     values: Any
     lengths: tuple[NDArray[np.uint32], ...] = ()
 
+    @classmethod
+    def received(
+        cls, dtype: Dtype, values: NDArray[Any], lengths: tuple[NDArray[np.uint32], ...]
+    ) -> "Column":
+        """Return a column; at half of the cost of the constructor, which assigns by name."""
+        column = cls.__new__(cls)
+        set_dtype, set_values, set_lengths = _column_slots
+        set_dtype(column, dtype)
+        set_values(column, values)
+        set_lengths(column, lengths)
+        return column
+
     @property
     def depth(self) -> int:
         """Levels of nesting below `[n]`."""
@@ -209,6 +221,9 @@ class Column:
             if level.dtype != _LENGTHS or level.ndim != 1 or _total(level) != size:
                 raise InvalidGroupError(name, "lengths must be u32 and add up to the number of values")
             size = level.size
+
+
+_column_slots: Final = tuple(getattr(Column, name).__set__ for name in Column.__slots__)
 
 
 def _total(lengths: NDArray[np.uint32]) -> int:

@@ -125,7 +125,8 @@ class ConsumerConnection:
             raise ForkedError(f"consumer {self.register.consumer}", self._owner)
         if self._fenced is not None:
             raise self._fenced.with_traceback(None)
-        await self._connect(None)
+        if self._sockets is None or self._turn.locked():
+            await self._connect(None)
 
     async def _connect(self, lost: BrokerClient | None) -> None:
         """Replace the connection `lost`, unless another task has done so."""

@@ -221,7 +221,7 @@ class ReceivedColumns(Mapping[str, Column]):
             if owner
             else tuple([self._values(block + level, U32) for level in range(levels)])
         )
-        column = self._made[name] = Column(dtype, self._values(block + levels, kind), lengths)
+        column = self._made[name] = Column.received(dtype, self._values(block + levels, kind), lengths)
         return column
 
     def _values(self, block: int, kind: np.dtype[Any]) -> NDArray[Any]:

@@ -37,8 +37,6 @@ Socket = zmq.Socket[bytes]
 BULK_HWM: Final = 64
 """Messages in a pipe of the data plane. It is small because a message may have megabytes and credit bounds the bytes
 exactly; with fewer, small groups stall on wake-ups."""
-BURST_MESSAGES: Final = 64
-"""Most messages that a channel hands over in one turn of the loop."""
 CONTROL_HWM: Final = 1000
 """Messages in a pipe of small control messages."""
 HANDSHAKE_MS: Final = 5000
@@ -407,7 +405,8 @@ class Channel:
         """Hand every message to a function, as frames that view the library's memory; nobody else may receive.
 
         It is called in the turn of the loop in which the message has come: a task that waits for the socket gets its
-        turn later, and each turn costs a small message much of its time.
+        turn later, and each turn costs a small message much of its time. The next message is handed over in the next
+        turn, after whoever waits for this one.
         """
         self._take = take
         self._on_readable()
@@ -494,21 +493,27 @@ class Channel:
 
     def _on_readable(self) -> None:
         """Hand over what has come, and wake the tasks that wait."""
-        if self._take is not None:
-            self._hand_over(self._take)
+        took = self._take is not None and self._hand_over(self._take)
         if self._waiting and not self._socket.closed:
             self._look()
+        elif took:
+            # In the next turn: the task that gets the message goes first.
+            self._loop.call_soon(self._look_again)
 
-    def _hand_over(self, take: Callable[[list[zmq.Frame]], None]) -> None:
-        for _ in range(BURST_MESSAGES):
-            try:
-                frames = receive_frames(self._socket)
-            except zmq.Again:
-                return
-            take(frames)
-            if self._socket.closed or not self._events() & _READABLE:
-                return  # closed by what took the message
-        self._loop.call_soon(self._on_readable)
+    def _hand_over(self, take: Callable[[list[zmq.Frame]], None]) -> bool:
+        """Hand over the next message; return whether there was one."""
+        if self._socket.closed:
+            return False
+        try:
+            frames = receive_frames(self._socket)
+        except zmq.Again:
+            return False
+        take(frames)
+        return True
+
+    def _look_again(self) -> None:
+        if not self._socket.closed:
+            self._look()
 
     def _events(self) -> int:
         return int(self._socket.getsockopt(zmq.EVENTS))

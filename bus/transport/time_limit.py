@@ -24,8 +24,10 @@ def time_limit(name: str, seconds: float | None) -> float | None:
     raise UsageError(f"{name}: must be seconds, at least 0, or None for no limit (got {seconds!r})")
 
 
-async def within(timeout_s: float | None, what: str, work: Awaitable[T], problem: Callable[[], str]) -> T:
-    """Await `work` for at most `timeout_s`, then cancel it.
+def within(
+    timeout_s: float | None, what: str, work: Awaitable[T], problem: Callable[[], str]
+) -> Awaitable[T]:
+    """Return what awaits `work` for at most `timeout_s`, and then cancels it.
 
     Args:
         timeout_s: Longest wait in seconds; None waits without a limit.
@@ -36,8 +38,10 @@ async def within(timeout_s: float | None, what: str, work: Awaitable[T], problem
     Raises:
         WaitTimeoutError: The time is over.
     """
-    if timeout_s is None:
-        return await work
+    return work if timeout_s is None else _limited(timeout_s, what, work, problem)
+
+
+async def _limited(timeout_s: float, what: str, work: Awaitable[T], problem: Callable[[], str]) -> T:
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
