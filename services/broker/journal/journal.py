@@ -4,9 +4,9 @@
     advance   collects finished commits and hands over batches: priority events at once, groups when they are due
     rotate    starts a new event log with a snapshot, behind everything appended so far
 
-Batches are numbered in the order in which they began. Batches of groups are written in their order and have a bounded
-size, so priority events wait for at most one of them. Before one is handed over, all priority events are. A
-batch is done when it is synced at `disk`, and when it is written at `os`.
+Batches are numbered in the order in which they began. Batches of groups are written in their order. Priority events
+are handed over at once, and wait for one write or one sync of groups at most. Before a batch of groups is handed over,
+all priority events are. A batch is done when it is synced at `disk`, and when it is written at `os`.
 
 All methods belong to the thread of the data plane. It appends the events of a change before it calls `advance`:
 records released by the change leave the disk with the batch handed over then.

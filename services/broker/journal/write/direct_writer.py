@@ -140,10 +140,11 @@ class DirectWriter(RecordWriter):
             self._cached = True
             for view in views:
                 self._queue_in_place(view)
-        if rest := -self.offset % ALIGNMENT_BYTES:
+        end = self.offset
+        if rest := -end % ALIGNMENT_BYTES:
             self._put(_ZEROS[:rest])
-        self.end = end = self.offset
-        if end - self._written >= WRITE_BYTES or not self._stage.has(2 * PAGED_BYTES):
+        self.end = self.offset
+        if self.end - self._written >= WRITE_BYTES or not self._stage.has(2 * PAGED_BYTES):
             self.flush()
             if self._cached_from is not None:
                 self._hasten()
