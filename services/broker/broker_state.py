@@ -35,7 +35,7 @@ from rolloutmq.services.broker.state.ledger import Ledger
 from rolloutmq.services.broker.state.queues import Lane, Lanes
 from rolloutmq.services.broker.state.rates import Rate
 from rolloutmq.services.broker.state.restart_orders import RestartOrders
-from rolloutmq.services.broker.state.split_queue import Load
+from rolloutmq.services.broker.state.split_queue import GroupSums
 from rolloutmq.services.broker.state.tasks import Tasks
 from rolloutmq.services.broker.state.workers import Workers
 
@@ -160,14 +160,14 @@ class BrokerState:
         if newest is not None and newest[1] is frames:
             self.newest[slot.env] = newest[0], tuple(map(bytes, frames))
 
-    def admit(self, groups: Sequence[StoredGroup], load: Load, lane: Lane, now: float) -> None:
-        """Count new groups of a lane and queue them; `load` is theirs. Either all of them were requeued, or none."""
-        self.lanes.accept(lane, groups, load, now)
-        self.ledger.accept(load.groups)
+    def admit(self, groups: Sequence[StoredGroup], sums: GroupSums, lane: Lane, now: float) -> None:
+        """Count new groups of a lane and queue them; `sums` are theirs. Either all of them were requeued, or none."""
+        self.lanes.accept(lane, groups, sums, now)
+        self.ledger.accept(sums.groups)
         if groups[0].requeued:
             return
-        headers = [group.header for group in groups]
-        lane.rewards = lane.rewards.after_all(headers, self.config.trainer.rewards.half_life_groups)
+        half_life = self.config.trainer.rewards.half_life_groups
+        lane.rewards = lane.rewards.after_all(sums.headers, half_life)
         for group in groups:
             if group.header.task:
                 self.tasks.answered(group)

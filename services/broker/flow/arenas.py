@@ -10,13 +10,13 @@ refused with a reason.
 """
 
 import resource
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Final, Protocol
 
 import msgspec
 
 from rolloutmq.schemas.errors import SegmentGoneError
-from rolloutmq.schemas.wire.envelope import ArenaRef
+from rolloutmq.schemas.wire.envelope import ArenaRef, GroupHeader
 from rolloutmq.services.broker.flow.sequence_window import SequenceWindow
 from rolloutmq.services.broker.journal.stored_group import Frames, GroupBody
 
@@ -107,11 +107,18 @@ class ProducerArena:
         """Return whether a range lies within the open arena."""
         return not self.closed and offset + nbytes <= self.ref.nbytes
 
-    def take(self, seq: int, offset: int, nbytes: int, env: str) -> tuple[ArenaSlot, Frames]:
-        """Hold a group in its slot; the caller has checked `has`."""
+    def take(
+        self, headers: Sequence[GroupHeader], offsets: Sequence[int], env: str
+    ) -> list[tuple[ArenaSlot, Frames]]:
+        """Hold groups in their slots; the caller has checked `has`."""
         assert self._mapped is not None
-        slot = self._held[seq] = ArenaSlot(self, seq, offset, nbytes, env)
-        return slot, (self._mapped.view[offset : offset + nbytes],)
+        view, held = self._mapped.view, self._held
+        taken: list[tuple[ArenaSlot, Frames]] = []
+        for header, offset in zip(headers, offsets, strict=True):
+            seq, nbytes = header.seq, header.nbytes
+            slot = held[seq] = ArenaSlot(self, seq, offset, nbytes, env)
+            taken.append((slot, (view[offset : offset + nbytes],)))
+        return taken
 
     def freed(self, slot: ArenaSlot, frames: Frames) -> None:
         """Note that a slot is free, and copy out groups that hold back too much."""

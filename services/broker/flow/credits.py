@@ -206,8 +206,7 @@ class ByteCredits:
         last, largest = headers[-1], self.largest
         end = session.window.nbytes + sum([header.nbytes for header in headers])
         return (
-            last.position <= session.promised_bytes
-            and max(last.position, end) <= session.granted_bytes
+            max(last.position, end) <= session.granted_bytes  # which is never above what was promised
             and self._lanes.held_groups + len(headers) <= self._config.high_groups
             and all([header.nbytes <= largest for header in headers])
         )

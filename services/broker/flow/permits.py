@@ -43,8 +43,6 @@ class RolloutPermits:
         """Lanes without pacing whose producers have fewer permits than due: the marks left no more."""
         self._due: set[Lane] = set()
         """Lanes that may have more permits than when they were paced."""
-        self._used_up: set[Lane] = set()
-        """Lanes with pacing that had all their permits when they were paced: an arriving group frees none."""
         self._paced_for: object = None
         """What all shares depend on, at the last `pace_all`."""
         self._active: dict[Split, _ActiveLanes] = {}
@@ -53,7 +51,6 @@ class RolloutPermits:
         """Grant permits in every lane."""
         self.behind = False
         self._short.clear()
-        self._used_up.clear()
         self._paced_for = self._conditions()
         self._active = {split: self._active_lanes(split, now) for split in Split}
         self._take_due()
@@ -107,7 +104,6 @@ class RolloutPermits:
         """Forget all lanes."""
         self._short.clear()
         self._due.clear()
-        self._used_up.clear()
         self._active.clear()
         self._paced_for = None
 
@@ -121,17 +117,12 @@ class RolloutPermits:
     def _pace(self, lane: Lane, share: float, now: float) -> None:
         sessions = self._credits.producers(lane)
         open_ = [session for session in sessions if session.begins]
-        left, reason = self._free(lane, share)
+        free, reason = self._free(lane, share)
         room, full = self._credits.starts(lane)
-        free = left
         if room < free or not lane.rule.pacing:
             free, reason = min(free, room), full if not self.stalled else reason
         self._short.discard(lane)
-        left -= self._grant(open_, free, paced=lane.rule.pacing)
-        if left <= 0 and lane.rule.pacing and not self.batch_tokens:
-            self._used_up.add(lane)
-        else:
-            self._used_up.discard(lane)
+        self._grant(open_, free, paced=lane.rule.pacing)
         # Without pacing a window is refilled when half of it is used: a session with less than all need not wait.
         held_back = lane.rule.pacing or lane in self._short
         idle = self._lacks_tasks(lane, sessions)
@@ -172,15 +163,14 @@ class RolloutPermits:
         """Note an accepted group; return whether its lane should be paced again soon.
 
         A half-empty window is refilled before it closes: at once without pacing, where it takes no counting, and at
-        the next `pace_all` with pacing, once for all arrivals in the meantime. A lane that has all its permits gets
-        none back from an arrival: the group is queued instead. Its producers know why they wait.
+        the next `pace_all` with pacing, once for all arrivals in the meantime.
         """
         lane = session.lane
         paced = lane.rule.pacing
         window = session.slots if paced else self._credits.open_window(session)
         if session.starts_out * 2 > window or not session.begins:
             return False
-        if paced and lane in self._used_up and session.wait is not Wait.NONE:
+        if paced and self._frees_none(session):
             self.behind = True
             return False
         if not paced and not self.stalled:
@@ -189,10 +179,17 @@ class RolloutPermits:
             self._due.add(lane)
         return paced
 
-    def _grant(self, sessions: Iterable[ProducerSession], free: int, *, paced: bool) -> int:
-        """Grant one rollout at a time to the session with the fewest, within its limit; return how many."""
+    def _frees_none(self, session: ProducerSession) -> bool:
+        """Return whether an arrival in a lane with pacing frees no permit.
+
+        A session that waits for the trainer had fewer permits than slots when its lane was paced, so the lane had all
+        that it may have. Since then an arriving group counts as queued instead of as begun.
+        """
+        return session.wait is Wait.STALE_GUARD and not self.batch_tokens
+
+    def _grant(self, sessions: Iterable[ProducerSession], free: int, *, paced: bool) -> None:
+        """Grant one rollout at a time to the session with the fewest, within its limit."""
         heap = []
-        granted = 0
         for session in sessions:
             limit = session.slots if paced else self._credits.open_window(session)
             out = session.starts_out
@@ -206,7 +203,6 @@ class RolloutPermits:
             session.start_limit = max(session.start_limit, session.used) + more
             given[number] = session
             free -= more
-            granted += more
             if out + more < limit:
                 heapreplace(heap, (out + more, number, limit, session))
             else:
@@ -216,7 +212,6 @@ class RolloutPermits:
         for session in given.values():
             self._credits.charge(session)
             session.touch()
-        return granted
 
 
 class _ActiveLanes:

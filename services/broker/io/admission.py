@@ -35,6 +35,11 @@ class Admission:
         self._max_group_bytes = max_group_bytes
         self._waiting: deque[Arrived] = deque()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no message ever waits."""
+        return self._journal is None
+
     def __bool__(self) -> bool:
         return bool(self._waiting)
 

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -404,11 +404,17 @@ class DataPlane:
                     if socket is not self._sockets.ingest and not self._may_deliver(message, envelope):
                         continue
                     messages -= len(envelope.groups) - 1
+                    if self._admission.is_open:
+                        self._accept(envelope, message.frames)
+                        continue
                     self._admission.put(envelope, message.frames)
                 for admitted, frames in self._admission.take():
-                    self._perform(self.core.ingest(admitted, frames, time.monotonic(), time.time()))
+                    self._accept(admitted, frames)
         except zmq.Again:
             return
+
+    def _accept(self, envelope: Envelope, frames: Sequence[Any]) -> None:
+        self._perform(self.core.ingest(envelope, frames, time.monotonic(), time.time()))
 
     def _may_deliver(self, message: Arrival, envelope: Envelope) -> bool:
         """Return whether groups that came by the listener are of a producer of their key; count them if not."""

@@ -39,7 +39,7 @@ from rolloutmq.services.broker.requests.live_settings import LiveSettings
 from rolloutmq.services.broker.requests.producers import ProducerRequests
 from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT
 from rolloutmq.services.broker.state.groups import identity
-from rolloutmq.services.broker.state.split_queue import Load
+from rolloutmq.services.broker.state.split_queue import GroupSums
 
 _JOINED_ENGINE: Final = "inference."
 """Begin of the name of an engine of another host, which its own command holds."""
@@ -210,7 +210,7 @@ class AdminRequests:
         group.requeued = True
         group.accepted_at, group.accepted_wall = now, wall
         lane = state.lanes.open(group.env, group.split, now)
-        state.admit([group], Load.of([group.header]), lane, now)
+        state.admit([group], GroupSums.of([group.header]), lane, now)
         state.events.add(group)
         return ""
 

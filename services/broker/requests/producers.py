@@ -5,7 +5,7 @@ a declared table. Every other message is counted by reason and changes nothing f
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -23,7 +23,7 @@ from rolloutmq.services.broker.requests.vacancies import LANES_LIMIT, Vacancies
 from rolloutmq.services.broker.state.group_hops import GATHERED
 from rolloutmq.services.broker.state.groups import identities
 from rolloutmq.services.broker.state.queues import Lane
-from rolloutmq.services.broker.state.split_queue import Load
+from rolloutmq.services.broker.state.split_queue import GroupSums
 
 BEGUN_LIMIT: Final = 1 << 40
 """Most rollouts one session can have started; no process lives that long."""
@@ -48,18 +48,15 @@ class Arrived(msgspec.Struct, eq=False):
             yield Arrived(self.session, (header,), offsets, frames, self.now, self.wall)
             start = end
 
-    def parts(self) -> Iterable[tuple[GroupHeader, ArenaSlot | None, Frames]]:
-        """Return header and frames of each group, and its slot if it lies in the arena; the slots are held."""
+    def places(self) -> Sequence[tuple[ArenaSlot | None, Frames]]:
+        """Return the slot and the frames of each group; slots in the arena are held from now on."""
         if self.offsets:
-            arena, env = self.session.arena, self.session.lane.env
+            arena = self.session.arena
             assert arena is not None, "the sender was checked"
-            return [
-                (header, *arena.take(header.seq, offset, header.nbytes, env))
-                for header, offset in zip(self.headers, self.offsets, strict=True)
-            ]
+            return arena.take(self.headers, self.offsets, self.session.lane.env)
         if len(self.headers) == 1:
-            return ((self.headers[0], None, tuple(self.frames)),)
-        return [(one.headers[0], None, tuple(one.frames)) for one in self.each()]
+            return ((None, tuple(self.frames)),)
+        return [(None, tuple(one.frames)) for one in self.each()]
 
 
 class ProducerRequests:
@@ -326,19 +323,19 @@ class ProducerRequests:
     def _accept(self, arrived: "Arrived", keys: Sequence[int]) -> None:
         """Accept new groups: one of any place in the window, or several that are the next ones."""
         state, session, lane = self._state, arrived.session, arrived.session.lane
-        load = Load.of(arrived.headers)
-        session.window.accept_all(arrived.headers, load.nbytes)
+        sums = GroupSums.of(arrived.headers)
+        session.window.accept_all(arrived.headers, sums.nbytes)
         groups = self._stored(arrived, keys)
-        state.admit(groups, load, lane, arrived.now)
+        state.admit(groups, sums, lane, arrived.now)
         state.hops.arrived += groups
         state.events.extend(groups)
         if lane.split is Split.TRAIN:
-            state.produced.add(load.sequences, arrived.now)
+            state.produced.add(sums.sequences, arrived.now)
         last = groups[-1]
         state.newest[lane.env] = last, last.body.frames
         usual = lane.group_size
-        if load.sequences != usual * load.groups or any(
-            [one.sequences != usual for one in arrived.headers[1:]]
+        if sums.sequences != usual * sums.groups or (
+            sums.groups > 1 and any([header.sequences != usual for header in arrived.headers])
         ):
             state.permits.note(lane)
             state.permits_due = True
@@ -362,7 +359,7 @@ class ProducerRequests:
                 header, env, split, run, producer, number, tables[header.table],
                 GroupBody(frames, header.nbytes, ram, slot), now, wall, identity=key,
             )
-            for (header, slot, frames), key in zip(arrived.parts(), keys, strict=True)
+            for header, (slot, frames), key in zip(arrived.headers, arrived.places(), keys, strict=True)
         ]  # fmt: skip
 
     def sweep(self, now: float) -> None:

@@ -27,7 +27,7 @@ from rolloutmq.services.broker.requests.consumers import ConsumerRequests
 from rolloutmq.services.broker.requests.producers import ProducerRequests
 from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.rates import Rate
-from rolloutmq.services.broker.state.split_queue import Load
+from rolloutmq.services.broker.state.split_queue import GroupSums
 from rolloutmq.services.broker.state.tasks import TASK_EVENTS
 
 Shards = tuple[tuple[int, ...], ...]
@@ -167,7 +167,7 @@ class StateRestorer:
         group = self._stored(event)
         lane = state.lanes.open(group.env, group.split, self._now)
         late = event.order < state.groups.next_order
-        state.admit([group], Load.of([group.header]), lane, self._now)
+        state.admit([group], GroupSums.of([group.header]), lane, self._now)
         if late:  # its event was lost, and recovery found its record after those of later groups
             lane.remove(group)
             lane.put_back([group])

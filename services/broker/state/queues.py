@@ -25,7 +25,7 @@ from rolloutmq.services.broker.journal.stored_group import StoredGroup
 from rolloutmq.services.broker.state.batch_share import BatchShare, LaneTotals
 from rolloutmq.services.broker.state.groups import Groups, lane_text
 from rolloutmq.services.broker.state.rates import Rate
-from rolloutmq.services.broker.state.split_queue import Load, SplitQueue
+from rolloutmq.services.broker.state.split_queue import GroupSums, Load, SplitQueue
 
 UNCONFIGURED: Final = EnvironmentConfig(entry="unknown:Unknown")
 """Rule of an environment without a configuration section."""
@@ -189,12 +189,12 @@ class Lane:
             self._key = _deadline if rule.stale == "drop" else _order
             self.sizes = {size: deque(sorted(queue, key=self._key)) for size, queue in self.sizes.items()}
 
-    def accept(self, groups: Sequence[StoredGroup], load: Load, now: float) -> None:
-        """Queue new groups, in the order of their acceptance; `load` is theirs."""
-        self.accepted_groups += load.groups
-        self.accepted_sequences += load.sequences
+    def accept(self, groups: Sequence[StoredGroup], sums: GroupSums, now: float) -> None:
+        """Queue new groups, in the order of their acceptance; `sums` are theirs."""
+        self.accepted_groups += sums.groups
+        self.accepted_sequences += sums.sequences
         self.arrived_at = now
-        self.arrivals.add(load.groups, now)
+        self.arrivals.add(sums.groups, now)
         rollout_s, largest, size = self.rollout_s, 0, groups[0].header.sequences
         alike = True
         for group in groups:
@@ -211,7 +211,7 @@ class Lane:
             self.note_size(largest)
         if alike and self._in_turn(groups, queue := self.sizes.get(size)):
             (self._queue(size) if queue is None else queue).extend(groups)
-            self.queued.count(load)
+            self.queued.count(sums)
         else:
             for group in groups:
                 self.append(group)
@@ -490,12 +490,12 @@ class Lanes:
         """Return the versions of all splits: they change with each weight, minimum share and connection."""
         return tuple([queue.version for queue in self._splits.values()])
 
-    def accept(self, lane: Lane, groups: Sequence[StoredGroup], load: Load, now: float) -> None:
-        """Queue new groups of a lane and give them their orders; `load` is theirs."""
+    def accept(self, lane: Lane, groups: Sequence[StoredGroup], sums: GroupSums, now: float) -> None:
+        """Queue new groups of a lane and give them their orders; `sums` are theirs."""
         self._groups.add(*groups)
-        self.held_groups += load.groups
-        self.held_bytes += load.nbytes
-        lane.accept(groups, load, now)
+        self.held_groups += sums.groups
+        self.held_bytes += sums.nbytes
+        lane.accept(groups, sums, now)
 
     def suspect(self, split: Split) -> StoredGroup | None:
         """Return the suspect to deliver next: the one accused most often, then the oldest."""

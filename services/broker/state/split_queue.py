@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from typing import Final, Generic, Protocol, TypeVar
 
+import msgspec
+
 from rolloutmq.schemas.wire.envelope import GroupHeader
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
@@ -30,6 +32,30 @@ class Totals(Protocol):
     def tokens(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
+
+
+class GroupSums(msgspec.Struct, frozen=True):
+    """Some groups of one environment, and what they are together."""
+
+    headers: Sequence[GroupHeader]
+    groups: int
+    sequences: int
+    tokens: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, headers: Sequence[GroupHeader]) -> "GroupSums":
+        """Return the sums of at least one group."""
+        if len(headers) == 1:
+            one = headers[0]
+            return cls(headers, 1, one.sequences, one.tokens, one.nbytes)
+        return cls(
+            headers,
+            len(headers),
+            sum([header.sequences for header in headers]),
+            sum([header.tokens for header in headers]),
+            sum([header.nbytes for header in headers]),
+        )
 
 
 class Load:
@@ -53,21 +79,7 @@ class Load:
         if self._total is not None:
             self._total.add(group, sign)
 
-    @classmethod
-    def of(cls, headers: Sequence[GroupHeader]) -> "Load":
-        """Return the load of some groups."""
-        load = cls()
-        load.groups = len(headers)
-        if load.groups == 1:
-            (one,) = headers
-            load.sequences, load.tokens, load.nbytes = one.sequences, one.tokens, one.nbytes
-        else:
-            load.sequences = sum([header.sequences for header in headers])
-            load.tokens = sum([header.tokens for header in headers])
-            load.nbytes = sum([header.nbytes for header in headers])
-        return load
-
-    def count(self, groups: "Totals", sign: int = 1) -> None:
+    def count(self, groups: Totals, sign: int = 1) -> None:
         """Count groups together in, or out with `sign` -1."""
         self.groups += sign * groups.groups
         self.sequences += sign * groups.sequences

@@ -18,7 +18,7 @@ from rolloutmq.services.broker.batches.exact import LaneSupply, _OldestFirst, gr
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.queues import Lane, Lanes
-from rolloutmq.services.broker.state.split_queue import Load
+from rolloutmq.services.broker.state.split_queue import GroupSums
 
 SIZES = st.lists(st.sampled_from([2, 3, 4, 6]), min_size=1, max_size=6)
 OFFERS = st.lists(
@@ -66,7 +66,7 @@ def lanes_of(weights: Sequence[float]) -> tuple[Lanes, list[Lane]]:
 def fill(lanes: Lanes, lane: Lane, groups: int) -> None:
     for _ in range(groups):
         group = stored(0, 4, env=lane.env)
-        lanes.accept(lane, [group], Load.of([group.header]), 0.0)
+        lanes.accept(lane, [group], GroupSums.of([group.header]), 0.0)
 
 
 @given(

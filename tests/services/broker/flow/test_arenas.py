@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from tests.services.broker.bench import TABLE, WALL, Bench, Peer, config, ids
+from tests.services.broker.bench import TABLE, WALL, Bench, Peer, config, header, ids
 
 from rolloutmq.bus.shm.arena import Arena, MappedArena
 from rolloutmq.bus.shm.arena_allocator import ArenaBlock
@@ -516,7 +516,7 @@ class Journaled:
     def body(self, seq: int) -> GroupBody:
         self.window.accept(seq, seq * 100, 100)
         self.own.memory[seq * 128 : seq * 128 + 100] = content(seq, 100)
-        slot, frames = self.arena.take(seq, seq * 128, 100, "e")
+        ((slot, frames),) = self.arena.take([header(seq, seq * 100)], [seq * 128], "e")
         return GroupBody(frames, 100, self.ram, slot)
 
     def write(self, body: GroupBody, seq: int) -> None:

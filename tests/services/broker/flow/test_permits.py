@@ -1,12 +1,24 @@
+from typing import Any
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.services.broker.bench import Bench, Peer, config
 
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.wire.control import Disconnect, WorkerBeat, WorkerState
+from rolloutmq.schemas.wire.control import (
+    Disconnect,
+    JournalStatus,
+    SetValues,
+    ValuesSet,
+    WorkerBeat,
+    WorkerState,
+)
 from rolloutmq.schemas.wire.envelope import ErrorCode, Split
-from rolloutmq.schemas.wire.replies import Ack, Ok, Wait
+from rolloutmq.schemas.wire.replies import Ack, Batch, Ok, Wait
 from rolloutmq.schemas.wire.requests import Goodbye, RegisterProducer
 from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
+from rolloutmq.services.broker.flow.sessions import ProducerSession
 
 
 def paced(*, batch: int = 16, broker: dict[str, float] | None = None, **envs: int) -> Bench:
@@ -219,3 +231,124 @@ def test_weights_that_are_no_numbers_are_refused() -> None:
     peer = bench.producer("p", "new", weight=0.0, min_share=0.5, slots=1 << 20)
     assert isinstance(peer, Peer)
     assert isinstance(peer.sync(), Ack)
+
+
+PEERS = {"p": ("a", 9), "q": ("b", 2), "r": ("b", 2)}
+"""Environment and slots of each producer."""
+
+
+def _never(session: ProducerSession) -> bool:
+    del session
+    return False
+
+
+class Pair:
+    """The same traffic at a broker that knows when an arrival frees no permit, and at one that paces at each."""
+
+    def __init__(self) -> None:
+        self.both = [paced(batch=12, a=0, b=2), paced(batch=12, a=0, b=2)]
+        self.both[1].core._state.permits._frees_none = _never  # type: ignore[method-assign]
+        self.peers: list[dict[str, Peer]] = [{}, {}]
+        self.abandoned = self.changes = 0
+        self.step = [0, 0]
+        for bench in self.both:
+            bench.shadowed = False
+            bench.consumer()
+        for name in PEERS:
+            self.register(name)
+        self.tick()
+
+    def register(self, name: str = "r") -> None:
+        env, slots = PEERS[name]
+        for bench, peers in zip(self.both, self.peers, strict=True):
+            peers[name] = bench.producer(name, env, slots=slots)
+
+    def send(self, name: str, groups: int, sequences: int, *, known: bool) -> None:
+        same: dict[str, Any] = {"group_id": "same", "crc": 1} if known else {}
+        for bench, peers in zip(self.both, self.peers, strict=True):
+            session = bench.core._state.sessions.current(name)
+            assert session is not None
+            peers[name].send(min(groups, session.starts_out), sequences=sequences, **same)
+
+    def train(self) -> None:
+        for index, bench in enumerate(self.both):
+            got = bench.pull(self.step[index], 12)
+            if isinstance(got, Batch):
+                bench.settle(got)
+                self.step[index] += 1
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+        for peers in self.peers:
+            peers["q"].sync(self.abandoned)
+
+    def pause(self) -> None:
+        for peers in self.peers:
+            peers["q"].sync(self.abandoned, paused=True)
+            peers["q"].sync(self.abandoned)
+
+    def change_staleness(self) -> None:
+        self.changes += 1
+        for bench in self.both:
+            bench.ask(SetValues(values={"env.a.max_staleness": self.changes % 3}), ValuesSet)
+
+    def stall(self) -> None:
+        for bench in self.both:
+            bench.core.journaled(JournalStatus(health="slow"), bench.now)
+            bench.core.journaled(JournalStatus(health="ok"), bench.now)
+
+    def tick(self) -> None:
+        for bench in self.both:
+            bench.tick()
+
+    def grant_all(self) -> None:
+        """Let the time of `pace_all` come: then the reasons of the waits are the same, too."""
+        for bench in self.both:
+            bench.tick(0.05)
+        self.compare("wait")
+
+    def compare(self, *names: str) -> None:
+        one, other = (
+            [
+                [
+                    session.producer,
+                    session.start_limit,
+                    session.lane.granted,
+                    *(getattr(session, n) for n in names),
+                ]
+                for session in bench.core._state.sessions
+            ]
+            for bench in self.both
+        )
+        assert one == other
+
+
+SEND = st.tuples(st.sampled_from([*PEERS]), st.integers(1, 5), st.sampled_from([4, 4, 4, 2]), st.booleans())
+ACT = st.sampled_from(
+    [Pair.train, Pair.train, Pair.abandon, Pair.register, Pair.pause, Pair.change_staleness, Pair.stall, Pair.tick,
+     Pair.grant_all]
+)  # fmt: skip
+
+
+@given(st.lists(st.one_of(SEND, ACT), max_size=40))
+@settings(max_examples=100, deadline=None)
+def test_no_permit_that_an_arrival_frees_is_granted_later(acts: list[Any]) -> None:
+    pair = Pair()
+    for act in acts:
+        if isinstance(act, tuple):
+            name, groups, sequences, known = act
+            pair.send(name, groups, sequences, known=known)
+        else:
+            act(pair)
+        pair.compare()
+    pair.grant_all()
+
+
+def test_a_lane_with_all_its_permits_is_not_paced_for_each_arrival() -> None:
+    bench = paced(e=0)
+    peer = bench.producer(slots=99)
+    bench.tick(0.05)
+    peer.send(3)
+    assert not bench.core._state.permits_due
+    peer.send(sequences=2)
+    assert bench.core._state.permits_due, "a smaller group frees a permit"

@@ -285,6 +285,20 @@ def test_credit_that_was_reclaimed_is_found_again_group_by_group() -> None:
     assert sides.both[0].core._state.lanes.held_groups == 5
 
 
+def test_room_for_three_groups_takes_three_groups_of_a_message() -> None:
+    """Their credit was reclaimed, and each takes its room as it comes."""
+    sides = Sides()
+    sides.send(sides.next(2))
+    for side in sides.both:
+        session, credits = side.core._state.sessions.current("p"), side.core._state.credits
+        assert session is not None
+        credits._reclaim(session)
+        credits._windows.drains = credits.room - 300
+    sides.send(sides.next(4))
+    assert sides.both[0].core._state.lanes.held_groups == 5
+    assert sides.both[0].core._state.rejected == {"no_room": 1}
+
+
 def test_the_mark_in_groups_refuses_the_rest_of_a_message() -> None:
     sides = Sides()
     for _ in range(4):

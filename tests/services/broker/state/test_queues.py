@@ -9,14 +9,14 @@ from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.services.broker.state.batch_share import total
 from rolloutmq.services.broker.state.groups import Groups
 from rolloutmq.services.broker.state.queues import Lane, Lanes
-from rolloutmq.services.broker.state.split_queue import Load
+from rolloutmq.services.broker.state.split_queue import GroupSums
 
 
 def lane_of(*sizes: int) -> Lane:
     lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
     for order, size in enumerate(sizes, 1):
         group = stored(order, size)
-        lane.accept([group], Load.of([group.header]), 0.0)
+        lane.accept([group], GroupSums.of([group.header]), 0.0)
     return lane
 
 
@@ -62,7 +62,7 @@ def test_the_sums_over_all_lanes_follow_every_move() -> None:
     for lane in (one, other):
         for _ in range(3):
             group = stored(0, env=lane.env)
-            lanes.accept(lane, [group], Load.of([group.header]), 0.0)
+            lanes.accept(lane, [group], GroupSums.of([group.header]), 0.0)
     taken = one.take(4, 2).groups
     for group in taken:
         one.leased.add(group)
