@@ -263,6 +263,36 @@ def test_batches_of_equal_groups_are_those_of_the_search(
     assert built[0] == built[1]
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 2), st.integers(0, 4)), min_size=1, max_size=20),
+    st.integers(1, 5),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_groups_as_they_come_from_one_queue_are_those_of_the_turns(
+    groups: list[tuple[int, int]], count: int, alike: bool, drops: bool
+) -> None:
+    """The way of a queue without a choice gives the leases that taking one group after another gives."""
+    built: list[list[tuple[str, ...]]] = []
+    for one_by_one in (False, True):
+        rule = {"group_size": 1, "max_staleness": 9, "stale": "drop" if drops else "pass"}
+        bench = Bench(config(e=rule))
+        bench.shadowed = False
+        with pytest.MonkeyPatch.context() as patch:
+            if one_by_one:
+                patch.setattr(builder, "_take_alike", lambda *_: None)
+            peer = bench.producer(slots=99)
+            for size, step in groups:
+                peer.send(1, sequences=2 if alike else size, step=step)
+            bench.consumer()
+            built.append([])
+            while isinstance(batch := bench.pull(4, 0, groups=count, window=99), Batch):
+                built[-1].append(ids(batch))
+    assert built[0] == built[1]
+    assert sum(map(len, built[0])) == len(groups)
+
+
 def test_splits_never_mix() -> None:
     bench = Bench(config(e={}))
     bench.producer("t").send(1)

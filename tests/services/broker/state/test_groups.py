@@ -44,6 +44,23 @@ def test_ended_groups_are_remembered_up_to_their_number() -> None:
     assert not groups.known(identity("e", Split.TRAIN, made[2].header))
 
 
+def test_groups_that_end_together_end_as_one_after_the_other() -> None:
+    """One of them has ended before."""
+    together, apart = Groups(remembered=2), Groups(remembered=2)
+    for groups in (together, apart):
+        made = [stored(order) for order in (1, 2, 3, 4)]
+        for group in made:
+            groups.add(group)
+        groups.gone(BatchShare((made[1],)))
+        shares = [made[:3]] if groups is together else [[group] for group in made[:3]]
+        for share in shares:
+            groups.gone(BatchShare(share))
+        assert [group.body.in_memory for group in made] == [False, False, False, True]
+    assert together.ended == apart.ended
+    assert len(together) == len(apart) == together.of_lane("e", Split.TRAIN) == 1
+    assert apart.of_lane("e", Split.TRAIN) == 1
+
+
 def test_a_group_sent_again_is_accepted_once() -> None:
     """In one session, by another session and by other producers; queued, leased, settled and committed."""
     bench = Bench(config(broker={"max_deliveries": 3}, e={"max_staleness": 99}))
