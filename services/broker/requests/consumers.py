@@ -604,13 +604,8 @@ class ConsumerRequests:
                 missing = lease.missing(now, state.config.broker.lease_s)
                 # The ranks that wait for a missing one show no progress either, and no group is to blame.
                 failed = bool(gone) or missing is None
-                why = (
-                    f"{gone[0]} fell silent"
-                    if gone
-                    else "no progress"
-                    if failed
-                    else f"rank {missing} is missing"
-                )
+                late = "no progress" if failed else f"rank {missing} is missing"
+                why = f"{gone[0]} fell silent" if gone else late
                 state.transitions.lose(lease, wall, failed=failed, why=why)
                 state.permits_due = True
 
