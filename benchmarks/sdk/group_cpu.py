@@ -2,7 +2,8 @@
 
 The rate of two cores depends on what else they do; the CPU of a group hardly does. The processes are those of
 `throughput` and `proxy`: two producers, the broker or the proxy, and a consumer, saturated. Their CPU is read while the
-consumer counts, and divided by the groups that it gets in that time.
+consumer counts, and divided by the groups that it gets in that time. The broker's mark is small, so that its queue is
+full by then and a group goes in for each that goes out.
 """
 
 import os
@@ -21,6 +22,7 @@ from rolloutmq.schemas.files import RunLayout
 
 LASTS_S: Final = 3.0
 WARM_UP_S: Final = 1.5
+HIGH_BYTES: Final = 64 << 20
 GOAL_US: Final = 60.0
 SHAPES: Final = ((throughput.SMALL, None), (throughput.SINGLE, None), (throughput.MIDDLE, GOAL_US))
 
@@ -42,13 +44,14 @@ def ours_us(shape: Shape) -> float:
     """Run one round through a new broker."""
     with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory:
         place = Path(directory)
+        about = stage.config(durability="memory", high_bytes=HIGH_BYTES)
         clock = LASTS_S, WARM_UP_S, throughput.batch_groups(shape)
         calls = [
             (f"producer-{number}", place, shape.word, 1, throughput.SLOTS)
             for number in range(throughput.PRODUCERS)
         ]
         with (
-            stage.broker(RunLayout(place), stage.config(durability="memory")) as broker,
+            stage.broker(RunLayout(place), about) as broker,
             stage.player("broker.throughput", "consumer", place, shape.word, *clock) as consumer,
             stage.players("broker.throughput", calls) as producers,
         ):
