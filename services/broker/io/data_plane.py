@@ -234,7 +234,11 @@ class DataPlane:
         while not self._stopping and not self.core.shutdown:
             self._round(self._wait(due))
             due = self._tick(due)
-            self._commit()
+            if self._journal is not None:
+                self._commit()
+                due = self.core.next_deadline(
+                    time.monotonic()
+                )  # what is written frees slots: acks tell of them
             self._fd_guard.check(time.monotonic())
             self._guard_memory(time.monotonic())
         self._fd_guard.close()

@@ -143,7 +143,7 @@ class GroupBody(msgspec.Struct, eq=False):
         elif self.place is not None and not self._counted:
             self._counted = True
             self.place[0].gained()
-            if self._leaving:
+            if self._leaving and not self.shown:
                 self.shed()
             self.spare()
 

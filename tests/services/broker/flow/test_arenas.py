@@ -558,6 +558,20 @@ def test_a_trained_group_is_shed_once_it_is_on_disk() -> None:
     assert late.frames == (content(2, 100),)
 
 
+def test_a_group_that_shall_leave_its_arena_stays_while_a_consumer_reads_it_there() -> None:
+    """A consumer with views trained on what the producer wrote there next."""
+    journaled = Journaled()
+    body = journaled.body(1)
+    assert not body.leave_arena(), "the journal has yet to write it"
+    body.shown = True
+    journaled.write(body, 1)
+    body.settled_on_disk()
+    assert journaled.arena.released() == 0
+    assert body.in_memory
+    assert body.leave_arena(), "after its settlement"
+    assert journaled.arena.released() == 1
+
+
 def test_memory_that_is_short_spares_what_somebody_was_told_of() -> None:
     journaled = Journaled(budget=50)
     told, queued = journaled.body(1), journaled.body(2)
