@@ -130,12 +130,14 @@ class Consumer:
                 disk wait, for both. An unwanted batch is given back. Uses the memory of two batches.
             views: Do not copy groups of producers on this host: their arrays are views of the producers' memory, valid
                 until the batch is settled or its lease is lost. Then they may show other groups; copy what is needed
-                longer.
+                longer. Not with `ahead`: a batch may lose its lease before it is pulled. The memory is read-only: code
+                that writes to it all the same, such as an in-place operation of torch, is killed by SIGSEGV.
             timeout_s: Longest wait when opening, in seconds; None waits without a limit.
 
         Raises:
             WaitTimeoutError: The consumer is not registered after `timeout_s`.
-            UsageError: Neither or both of `sequences` and `tokens` are given, or an argument is out of range.
+            UsageError: Neither or both of `sequences` and `tokens` are given, both `ahead` and `views` are, or an
+                argument is out of range.
             RefusedError: The broker does not accept this consumer.
         """
         size, limit_s = step_size(sequences, tokens), time_limit("timeout_s", timeout_s)
@@ -149,6 +151,11 @@ class Consumer:
         require_encodable(register)
         if not isinstance(split, Split):
             raise UsageError(f"split: must be Split.TRAIN or Split.EVAL (got {split!r})")
+        if views and ahead:
+            raise UsageError(
+                "views: a batch pulled ahead may lose its lease, and its memory, before it is returned "
+                "(got ahead=True); use one of both"
+            )
         made = cls(where, register, size, split, ahead=ahead, views=views)
         beat: asyncio.Task[None] | None = None
         try:

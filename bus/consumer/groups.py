@@ -57,8 +57,7 @@ class HeldGroup:
     """A group that a `GroupConsumer` holds.
 
     Attributes:
-        group: The decoded group. Its arrays are read-only and stay valid after the settlement, except for a consumer
-            with `views`.
+        group: The decoded group. Its arrays are read-only and stay valid after the settlement.
         delivery: Header, environment, producer and number of deliveries.
         rewound: The group was settled before; the trainer has since resumed from an earlier checkpoint.
         lease, generation: The broker's identifiers of its lease.
@@ -109,13 +108,11 @@ class GroupConsumer:
         groups: int,
         window: int,
         split: Split,
-        *,
-        views: bool,
     ) -> None:
         self.version = register.resume or PolicyVersion(0, register.info.starting_step)
         """Policy after the last settlement. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
-        self._puller = BatchPuller(self._link, StepSize(groups=groups), split, Batch, window, views=views)
+        self._puller = BatchPuller(self._link, StepSize(groups=groups), split, Batch, window)
         self._figures = FigureQueue(self._link)
         self._ready: OrderedDict[Identity, HeldGroup] = OrderedDict()
         """Groups to return, none of them held; one that comes again replaces itself."""
@@ -141,7 +138,6 @@ class GroupConsumer:
         split: Split = Split.TRAIN,
         info: RunInfo | None = None,
         resume: PolicyVersion | None = None,
-        views: bool = False,
         timeout_s: float | None = None,
     ) -> AsyncIterator["GroupConsumer"]:
         """Register a consumer; leaving the block returns the groups that it holds to the queue.
@@ -163,9 +159,6 @@ class GroupConsumer:
             split: Queue to pull from: train or eval.
             info: Description of the run. `batch_sequences` is filled in if it is zero.
             resume: Checkpoint of a resumed trainer: the broker rewinds what was settled for a later step.
-            views: Do not copy groups of producers on this host: their arrays are views of the producers' memory, valid
-                until the group is settled or its lease is lost. Then they may show another one; copy what is needed
-                longer.
             timeout_s: Longest wait when opening, in seconds; None waits without a limit.
 
         Raises:
@@ -189,7 +182,7 @@ class GroupConsumer:
             about = msgspec.structs.replace(about, batch_sequences=batch_sequences)
         register = RegisterConsumer(consumer=consumer, group=group, info=about, resume=resume)
         require_encodable(register)
-        made = cls(where, register, groups, window, split, views=views)
+        made = cls(where, register, groups, window, split)
         beat: asyncio.Task[None] | None = None
         try:
             opening = f"opening of consumer {consumer}"

@@ -34,7 +34,7 @@ Arrays = Sequence[NDArray[np.uint8]]
 TABLES_KEPT: Final = 256
 """Cached column tables, so groups with the same columns share one."""
 DIRECTORIES_KEPT: Final = 1024
-"""Cached directories, of all tables; one is a few hundred bytes."""
+"""Cached directories, of all tables; one of five columns is about a kilobyte."""
 
 U32: Final = np.dtype("<u4")
 _OPAQUE: Final = Dtype.OPAQUE

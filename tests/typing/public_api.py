@@ -115,7 +115,7 @@ def a_blocking_producer() -> None:
 
 
 async def a_consumer() -> None:
-    opened = Consumer.open(RUN, tokens=4096, info=RunInfo(run="mine"), ahead=True, views=True)
+    opened = Consumer.open(RUN, tokens=4096, info=RunInfo(run="mine"), views=True)
     as_manager: AbstractAsyncContextManager[Consumer] = opened
     async with as_manager as consumer:
         async for batch in consumer:

@@ -252,6 +252,7 @@ class GroupTransitions:
         if not lease.rewound:
             self._rewind_buffer.charge(share.nbytes)
         for group in share.groups:
+            group.body.shown = False
             if group.body.place is not None:
                 group.body.shed()
         return share, states

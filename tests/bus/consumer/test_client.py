@@ -199,6 +199,14 @@ async def test_a_rank_that_has_nothing_to_learn_from_steps_on_if_the_others_may_
     assert fake.asked_for(Settle)[0].version == after
 
 
+async def test_views_of_a_batch_that_is_pulled_ahead_are_refused(fake: "FakeBroker") -> None:
+    """Its lease may be lost before it is returned: a trainer got the groups that the producer wrote there next."""
+    async with fake.running():
+        with pytest.raises(UsageError, match=r"^views: .* \(got ahead=True\)"):
+            async with Consumer.open(fake.layout.root, sequences=8, ahead=True, views=True):
+                pass
+
+
 @pytest.mark.parametrize(("sequences", "tokens"), [(0, 0), (8, 8), (0, -1), (8, -8)])
 async def test_a_step_is_named_in_sequences_or_in_tokens_and_not_both(
     fake: "FakeBroker", sequences: int, tokens: int

@@ -21,7 +21,6 @@ from tests.faults.support.processes import (
 
 from benchmarks.harness.listening import free_listen
 from rolloutmq.bus.consumer.client import BlockingBatch, BlockingConsumer, Consumer
-from rolloutmq.bus.consumer.groups import GroupConsumer
 from rolloutmq.bus.producer.client import BlockingProducer, Producer
 from rolloutmq.schemas.errors import ConsumerFencedError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
@@ -47,7 +46,7 @@ def producing(where: Path | str) -> Iterator[BlockingProducer]:
 
 
 def viewing(where: Path | str) -> BlockingConsumer:
-    return Consumer.blocking(where, sequences=BATCH * SEQUENCES, ahead=True, views=True)
+    return Consumer.blocking(where, sequences=BATCH * SEQUENCES, views=True)
 
 
 def send(producer: BlockingProducer, names: list[str]) -> None:
@@ -158,22 +157,3 @@ def test_a_displaced_consumer_reads_what_is_there_and_is_told(run_dir: Path) -> 
             assert not are_whole(batch)
             with pytest.raises(ConsumerFencedError):
                 batch.ack()
-
-
-def test_a_group_consumer_holds_views_until_each_is_settled(run_dir: Path) -> None:
-    with BrokerProcess(run_dir, config(durability="memory")), producing(run_dir) as producer:
-        send(producer, [f"p-{i}" for i in range(3 * BATCH)])
-        opened = GroupConsumer.blocking(run_dir, batch_sequences=BATCH * SEQUENCES, groups=BATCH, views=True)
-        with opened as consumer:
-            held = [consumer.get(timeout_s=LIMIT_S) for _ in range(2 * BATCH)]
-            assert all(one.delivery.place is not None for one in held)
-            consumer.settle(held[::2])
-            consumer.commit(consumer.version)
-            for number in range(100):
-                send(producer, [f"q-{number}"])
-                assert all(is_whole(one.group, NBYTES) for one in held[1::2])
-                if not all(is_whole(one.group, NBYTES) for one in held[::2]):
-                    break
-            else:
-                pytest.fail("the memory of settled groups was not used again")
-            consumer.settle(held[1::2])

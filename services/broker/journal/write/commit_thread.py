@@ -208,9 +208,11 @@ class CommitThread:
         try:
             while self._take():
                 began = time.monotonic()
+                # Taken before: of the priority batches, those handed over earlier than it wait by now.
+                batch = self._batches.popleft() if self._batches else None
                 self._commit_priority()
-                if self._batches:
-                    self._commit(self._batches.popleft())
+                if batch is not None:
+                    self._commit(batch)
                 self.busy_s += time.monotonic() - began
                 self._chore()
             self._finish()

@@ -43,6 +43,7 @@ from rolloutmq.services.broker.journal.format.events import (
     Produced,
     Pulled,
     Settles,
+    Told,
 )
 from rolloutmq.services.broker.journal.journal import Journal
 from rolloutmq.services.broker.journal.stored_group import BodyMemory, StoredGroup
@@ -319,6 +320,35 @@ def test_calls_that_go_ahead_while_a_batch_is_written_are_one_commit(tmp_path: P
     run.settle()
     assert run.journal.status().commits == before + 2
     run.journal.close()
+
+
+def test_what_goes_ahead_comes_before_what_was_appended_behind_it(tmp_path: Path) -> None:
+    """Both come while the commit thread syncs an earlier event: neither waits when it begins."""
+    disk, armed = FailingDisk(), threading.Event()
+    began, through = threading.Event(), threading.Event()
+    run = Driven(tmp_path, config(), disk).start()
+    run.write(group(1), group(2))
+
+    def wait(fd: int) -> None:
+        if armed.is_set() and "groups" not in path_of(fd):
+            armed.clear()
+            began.set()
+            assert through.wait(DEADLINE_S)
+
+    disk.plan["fdatasync"] = wait
+    armed.set()
+    run.append(Dropped(1, "expired", "stale"))
+    run.journal.advance(time.monotonic(), urgent=True)
+    assert began.wait(DEADLINE_S)
+    run.append(Dropped(2, "expired", "stale"))
+    assert run.journal.priority_ticket == run.journal.ticket, "it goes ahead"
+    run.append(Told("w", "", told=True))
+    run.journal.advance(time.monotonic(), urgent=True)
+    through.set()
+    run.settle()
+    run.journal.close()
+    events = [event for event in Driven(tmp_path, config()).found.events if isinstance(event, Dropped | Told)]
+    assert [type(event) for event in events] == [Dropped, Dropped, Told]
 
 
 def test_what_went_ahead_is_in_the_log_before_a_new_one_begins(
