@@ -51,7 +51,11 @@ PIPE_MAX_S: Final = 600.0
 REPORT_S: Final = 0.1
 """Least time between two reports of abandoned rollouts."""
 PACK_GROUPS: Final = 32
-"""Most groups of one message; their headers fit into an envelope unless their names are long."""
+"""Most groups of one message."""
+HEADER_BYTES: Final = 105
+"""A header in an envelope without the names in it, as a rule."""
+PACK_HEADERS_BYTES: Final = 3600
+"""Most bytes of the headers of one message by that measure: the envelope has a limit, and one above it is made anew."""
 PACK_BYTES: Final = 4 << 20
 """Most bytes of the groups of one message: the broker serves other producers between two messages."""
 PACK_FRAMES_BYTES: Final = 1 << 20
@@ -260,17 +264,20 @@ class SessionState:
             limit_bytes: Most bytes of a message's frames at the broker.
         """
         found: list[SpoolEntry] = []
-        nbytes = frames = 0
+        nbytes = frames = heads = 0
         for entry in self.spool.unsent(self.credit.byte_limit):
             as_frames = entry.slot is None
-            undeclared = entry.header.table not in self.declared
-            nbytes += entry.header.nbytes
+            header = entry.header
+            undeclared = header.table not in self.declared
+            nbytes += header.nbytes
             frames += len(entry.frames)
+            heads += HEADER_BYTES + len(header.group_id) + len(header.task)
             if found and (
                 undeclared
                 or as_frames != (found[0].slot is None)
                 or nbytes > (min(PACK_FRAMES_BYTES, limit_bytes) if as_frames else PACK_BYTES)
                 or (as_frames and frames >= FRAMES_LIMIT)
+                or heads > PACK_HEADERS_BYTES
             ):
                 break
             found.append(entry)

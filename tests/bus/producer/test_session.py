@@ -416,6 +416,26 @@ def test_names_that_are_long_leave_in_smaller_messages() -> None:
     assert 1 < max(sizes) < PACK_GROUPS
 
 
+def test_a_message_with_ids_of_the_usual_length_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ids of 36 characters each message was encoded for 32 groups, then for 16."""
+    session = with_arena()
+    for index in range(2 * PACK_GROUPS):
+        lay(session, f"{index:036}")
+    session.declared.add(next(iter(session.spool)).table.id)
+    made: list[int] = []
+
+    def counted(envelope: Envelope) -> bytes:
+        made.append(len(envelope.groups))
+        return codec.encode_envelope(envelope)
+
+    monkeypatch.setattr("rolloutmq.bus.producer.session.encode_envelope", counted)
+    sizes = []
+    while session.unsent(LIMIT):
+        sizes.append(len(message(session)[2]))
+    assert made == sizes
+    assert max(sizes) > PACK_GROUPS // 2
+
+
 def test_a_slot_is_used_again_when_it_is_released_and_not_when_it_is_acked() -> None:
     session = with_arena(2)
     assert session.arena is not None

@@ -215,7 +215,8 @@ async def test_the_next_orchestrator_keeps_who_was_given_up_and_the_pause(
             assert living(layout) == {}
             fake.restarts = (RestartWorker(worker=before[0][0], order="o1"),)
             await until(lambda: len(living(layout)) == 2)
-            assert sorted(living(layout)) == ["env-2", "env-3"], "the names of the earlier ones are taken"
+            # A slow machine may have begun another one before the first orchestrator ended.
+            assert not {"env-0", "env-1"} & set(living(layout)), "the names of the earlier ones are taken"
 
 
 async def test_one_that_was_given_up_is_replaced_beside_the_others(
