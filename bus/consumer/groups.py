@@ -102,12 +102,7 @@ class GroupConsumer:
     """
 
     def __init__(
-        self,
-        where: Where,
-        register: RegisterConsumer,
-        groups: int,
-        window: int,
-        split: Split,
+        self, where: Where, register: RegisterConsumer, groups: int, window: int, split: Split
     ) -> None:
         self.version = register.resume or PolicyVersion(0, register.info.starting_step)
         """Policy after the last settlement. At first that of `resume`, or of the run."""
