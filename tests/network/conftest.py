@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from tests.network.support import hosts
 from tests.network.support.hosts import Lab
-from tests.network.support.peers import BATCH
 from tests.network.support.site import Scene
 
 
@@ -21,7 +20,7 @@ def lab(tmp_path: Path) -> Iterator[Lab]:
 
 @pytest.fixture
 def scene(lab: Lab) -> Scene:
-    """A scene in which groups are being trained."""
+    """A scene in which groups of every producer are being trained."""
     made = Scene(lab)
-    made.site.advance(made.consumer, groups=BATCH)
+    made.flows()
     return made

@@ -34,6 +34,8 @@ LOST: Final = r"broker lost|waiting for the broker"
 PACE_S: Final = 0.05
 LIFE: Final = 1_000_000
 """Numbers of the groups of one life of a producer."""
+PRODUCERS: Final = ("p0", "p1")
+"""Producers of a scene."""
 LEAVE: Final = "/tmp/leave"
 OVER: Final = "/tmp/over"
 RUN: Final = "/tmp/run"
@@ -247,11 +249,20 @@ class Scene:
 
     def produce(self) -> None:
         """Start the producers."""
-        self.producers += [self.site.produce(self.clients, name, pause_s=PACE_S) for name in ("p0", "p1")]
+        self.producers += [self.site.produce(self.clients, name, pause_s=PACE_S) for name in PRODUCERS]
 
     @property
     def programs(self) -> list[Program]:
         return [self.consumer, *self.producers]
+
+    def flows(self) -> None:
+        """Wait until a group of every producer is acked and a batch is trained: every connection is in use."""
+
+        def met() -> bool:
+            return set(PRODUCERS) == {name.rpartition("-")[0] for name in self.site.acks()}
+
+        self.site.broker.expect(met, "an acked group of each producer")
+        self.site.advance(self.consumer, groups=BATCH)
 
     def told(self) -> None:
         """Wait until every client has told that it lacks the broker."""

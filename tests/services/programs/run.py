@@ -80,9 +80,9 @@ class ProgramRun:
         return {one.worker for one in workers if one.state == "ready" and living.get(one.worker) == one.pid}
 
     def ask(self, request: Request) -> Any:
-        """Send a request to the broker."""
-        with BlockingClient(resolve_blocking(self.layout.root).serve) as client:
-            return client.request(request)
+        """Send a request to the broker, which may just start again."""
+        with BlockingClient(resolve_blocking(self.layout.root, LIMIT_S).serve) as client:
+            return client.request(request, LIMIT_S)
 
     def wait(self, condition: Callable[[], Any], what: str, limit_s: float = LIMIT_S) -> None:
         """Wait for something that the run does."""
