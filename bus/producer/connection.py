@@ -1,9 +1,10 @@
 """The connection of one producer: sockets and tasks for the decisions of its `SessionState`.
 
 Three tasks run during a connection: `listen` applies published acks, `transmit` sends the groups with credit, and
-`keep` syncs with the broker when the session must. When the broker falls silent or restarts, the connection closes its
-sockets, finds the broker again and registers the session again where needed. Groups in the old pipe are still in the
-spool. A live broker with a slow disk keeps its sockets: a new pipe would only fill with unread groups.
+`keep` syncs with the broker when the session must. When the broker falls silent or restarts, the connection finds it
+again and registers the session again where needed. Its sockets connect again by themselves: others take their place
+only if the broker has moved, or stays silent on an established connection. Groups in a lost pipe are still in the
+spool. A live broker with a slow disk keeps its sockets, too: a new pipe would only fill with unread groups.
 
 Loss: see `bus.transport.sockets.producer_push`; a group counts only after its ack.
 """
@@ -53,14 +54,24 @@ TURN_BYTES: Final = 1 << 20
 
 
 class _Lost(Exception):  # noqa: N818 - it never leaves this module
-    """The broker, or its knowledge of the session, is lost: connect again."""
+    """The sockets are of no use: connect others."""
+
+
+class _Forgotten(_Lost):
+    """The broker lives, and does not know the session: register again."""
 
 
 class _Sockets(NamedTuple):
     client: BrokerClient
+    places: tuple[str, str]
+    """Addresses of `ingest` and `events`."""
     push: Channel
     acks: Subscriber
-    stack: AsyncExitStack
+
+    def close_others(self) -> None:
+        """Close all but the client."""
+        self.push.close()
+        self.acks.close()
 
 
 class ProducerConnection:
@@ -96,6 +107,9 @@ class ProducerConnection:
         self._waiting = waiting
         self._context = shared.borrow()
         self._sockets: _Sockets | None = None
+        """Sockets of a session in use."""
+        self._loose: _Sockets | None = None
+        """Sockets that may serve the session again."""
         self._ingest = ""
         self._turn = asyncio.Lock()
         """Registrations and syncs never overlap: a sync after a newer registration would be refused as fenced."""
@@ -129,7 +143,7 @@ class ProducerConnection:
             RefusedError: The broker does not take this producer.
         """
         while True:
-            await self._disconnect()
+            self._loosen()
             try:
                 async with self._turn:
                     await self._connect()
@@ -139,27 +153,41 @@ class ProducerConnection:
                 return
 
     async def _connect(self) -> None:
-        producer = self._session.register.producer
-        client, place = await reach(self._where, self._context, self._search)
+        loose = self._loose
+        client, place = await reach(
+            self._where, self._context, self._search, loose.client if loose is not None else None
+        )
+        places = place.ingest, place.events
+        if loose is None or loose.client is not client or loose.places != places:
+            self._loose = None
+            if loose is not None:
+                loose.close_others()
+            self._loose = await self._opened(client, places)
+        self._ingest = place.ingest
+        self.max_group_bytes = min(place.max_group_bytes, self._session.spool.capacity_bytes)
+        self.info = place.info
+        self._session.belongs_to(place.run_id)
+        if place.epoch == self._session.epoch:
+            self._session.reconnected()
+            self.ask()
+        else:
+            self._offer_arena(client, place.arena_bytes)
+            await self._register_at(client, place.epoch)
+        self._sockets, self._loose = self._loose, None
+        self._work.set()
+
+    async def _opened(self, client: BrokerClient, places: tuple[str, str]) -> _Sockets:
+        """Connect the other sockets; if that fails, close the client."""
+        ingest, events = places
         async with AsyncExitStack() as stack:
             stack.push_async_callback(client.close)
-            socket = producer_push(self._context, place.ingest, client.keys)
-            push = Channel(socket, watched(socket, place.ingest, client.keys))
+            socket = producer_push(self._context, ingest, client.keys)
+            push = Channel(socket, watched(socket, ingest, client.keys))
             stack.callback(push.close)
-            acks = Subscriber(place.events, [topics.ack(producer)], self._context, client.keys)
-            await stack.enter_async_context(acks)
-            self._ingest = place.ingest
-            self.max_group_bytes = min(place.max_group_bytes, self._session.spool.capacity_bytes)
-            self.info = place.info
-            self._session.belongs_to(place.run_id)
-            if place.epoch == self._session.epoch:
-                self._session.reconnected()
-                self.ask()
-            else:
-                self._offer_arena(client, place.arena_bytes)
-                await self._register_at(client, place.epoch)
-            self._sockets = _Sockets(client, push, acks, stack.pop_all())
-        self._work.set()
+            topic = topics.ack(self._session.register.producer)
+            acks = await stack.enter_async_context(Subscriber(events, [topic], self._context, client.keys))
+            stack.pop_all()
+        return _Sockets(client, places, push, acks)
 
     def _offer_arena(self, client: BrokerClient, nbytes: int) -> None:
         """Create an arena for the next registration, if the broker may be able to read it."""
@@ -250,7 +278,9 @@ class ProducerConnection:
                 else:
                     logger.warning("broker lost, reconnecting error=%s", lost.exceptions[0])
                 self._asked_anew = False
-                await self._disconnect()
+                if any(type(error) is _Lost for error in lost.exceptions):
+                    await self._disconnect()
+                self._loosen()
                 await asyncio.sleep(PAUSE_S)
 
     async def _work_on(self) -> None:
@@ -367,7 +397,7 @@ class ProducerConnection:
                 if self._asks or self._must_ask():
                     self._asks = False
                     if not self._session.number:
-                        raise _Lost("a new session is needed")
+                        raise _Forgotten("a new session is needed")
                     async with self._turn:
                         await self._sync(client)
         finally:
@@ -392,7 +422,7 @@ class ProducerConnection:
         if not isinstance(reply, Ack):
             raise WireError(f"broker: wrong type of reply to Sync (got {type(reply).__name__})")
         if reply.epoch != self._session.epoch:
-            raise _Lost("the broker restarted")
+            raise _Forgotten("the broker restarted")
         accepted, again = self._session.synced(reply, asked, time.monotonic())
         if again:
             logger.warning("resending groups=%d first=%s", len(again), again[0].header.group_id)
@@ -410,7 +440,7 @@ class ProducerConnection:
             if error.code is not ErrorCode.UNKNOWN:
                 raise
             self._session.epoch = 0
-            raise _Lost("the broker does not know the session") from None
+            raise _Forgotten("the broker does not know the session") from None
 
     async def goodbye(self, timeout_s: float) -> None:
         """End the session at the broker, if it answers in time."""
@@ -421,10 +451,17 @@ class ProducerConnection:
         except RolloutMQError as error:
             logger.warning("goodbye failed producer=%s error=%s", self._session.register.producer, error)
 
+    def _loosen(self) -> None:
+        """End the use of the sockets, and keep them for the next connection."""
+        if self._sockets is not None:
+            self._sockets, self._loose = None, self._sockets
+
     async def _disconnect(self) -> None:
-        sockets, self._sockets = self._sockets, None
+        self._loosen()
+        sockets, self._loose = self._loose, None
         if sockets is not None:
-            await sockets.stack.aclose()
+            sockets.close_others()
+            await sockets.client.close()
 
     async def close(self) -> None:
         """Close the sockets, and the arena for processes that have not mapped it. `run` has ended before."""

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 ATTEMPT_S: Final = 2.0
 """Silence of an address after which the run directory is read again."""
+ATTEMPTS_BY_TCP: Final = 3
+"""Attempts in vain on an established connection by TCP before it is replaced: the next one costs a handshake."""
 PROBE_S: Final = 1.0
 """Time within which a live broker answers a probe, whatever its disk does."""
 SLOWEST_S: Final = 6.0
@@ -115,42 +117,109 @@ def _read(path: Path, kind: type[Found]) -> Found | None:
 
 
 async def reach(
-    where: Where, context: Context, search: Search | None = None
+    where: Where, context: Context, search: Search | None = None, client: BrokerClient | None = None
 ) -> tuple[BrokerClient, InfoReply]:
     """Connect to the broker and get its other addresses; wait without a limit. The caller closes the client.
 
     A wait of some seconds is logged as a warning. Cancelled: nothing stays open.
+
+    Args:
+        where: Run directory, or address.
+        context: Context of the client's socket.
+        search: Told what is missing.
+        client: A client with a lost connection, which may come back by itself; it is returned or closed.
     """
     search = search or Search(where)
     search.begin()
-    pause_s = FIRST_S
-    while True:
-        address, keys = await serve_address(where, search)
-        client = BrokerClient(address, context, keys)
-        silence = f"no answer from {client.address}; check that the broker's process is alive"
-        search.problem = silence
-        await client.__aenter__()
-        try:
-            reply = info_of(client.address, await client.request(GetInfo(), ATTEMPT_S))
-        except KeyRefusedError as error:
-            await client.close()
-            search.lacks("refused", error.problem)
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, LONGEST_S)
-            continue
-        except BrokerUnavailableError:
-            await client.close()
-        except BaseException:
-            await client.close()
-            raise
-        else:
-            if not (other := _other_run(where, reply)):
-                return client, reply
-            await client.close()
-            search.lacks("another run", other)
-            await asyncio.sleep(LOOK_INTERVAL_S)
-            continue
+    way = _Way(context, client)
+    try:
+        while True:
+            reply = await _answered(way, where, search)
+            if reply is not None:
+                return way.take(), reply
+    finally:
+        await way.leave()
+
+
+async def _answered(way: "_Way", where: Where, search: Search) -> InfoReply | None:
+    """Ask the broker once for its addresses; None if it is not reached yet."""
+    client = await way.client_of(*await serve_address(where, search))
+    silence = f"no answer from {client.address}; check that the broker's process is alive"
+    search.problem = silence
+    asked_at = time.monotonic()
+    try:
+        reply = info_of(client.address, await client.request(GetInfo(), ATTEMPT_S))
+    except KeyRefusedError as error:
+        search.lacks("refused", error.problem)
+        await way.pause()
+        return None
+    except BrokerUnavailableError:
+        await way.silent(time.monotonic() - asked_at)
         search.lacks("no answer", silence)
+        return None
+    if not (other := _other_run(where, reply)):
+        return reply
+    await way.leave()
+    search.lacks("another run", other)
+    await asyncio.sleep(LOOK_INTERVAL_S)
+    return None
+
+
+class _Way:
+    """The client of one search: it is replaced when it is of no use, and not before.
+
+    A new connection costs the broker a handshake. Of a fleet that comes back at once each client waits for its own; if
+    clients gave up theirs after a time, the broker would make handshakes for nobody, for ever. So a handshake that
+    lasts is left alone, and the silence after which an established connection is replaced doubles.
+    """
+
+    def __init__(self, context: Context, client: BrokerClient | None) -> None:
+        self._context = context
+        self._client = client
+        self._silent_s = 0.0
+        self._patience_s = 0.0
+        self._pause_s = FIRST_S
+
+    async def client_of(self, address: str, keys: CurveKeys | None) -> BrokerClient:
+        """Return the open client of this address."""
+        if self._client is not None and (self._client.address, self._client.keys) != (address, keys):
+            await self.leave()
+        if self._client is None:
+            self._client = BrokerClient(address, self._context, keys)
+            await self._client.__aenter__()
+        return self._client
+
+    async def silent(self, seconds: float) -> None:
+        """Note that the broker has not answered for so long."""
+        if self._client is None:
+            return
+        by_tcp = self._client.address.startswith("tcp://")
+        if by_tcp and not self._client.has_sent:
+            self._silent_s = 0.0
+            return
+        least_s = ATTEMPTS_BY_TCP * ATTEMPT_S if by_tcp else ATTEMPT_S
+        self._silent_s += seconds
+        if self._silent_s >= max(least_s, self._patience_s):
+            self._patience_s = min(2 * self._silent_s, LONGEST_S)
+            await self.leave()
+
+    async def pause(self) -> None:
+        """Wait before a refused key tries again, ever longer."""
+        await self.leave()
+        await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
+        self._pause_s = min(2 * self._pause_s, LONGEST_S)
+
+    async def leave(self) -> None:
+        """Close the client, if there is one."""
+        client, self._client, self._silent_s = self._client, None, 0.0
+        if client is not None:
+            await client.close()
+
+    def take(self) -> BrokerClient:
+        """Return the client, which the caller closes from now on."""
+        client, self._client = self._client, None
+        assert client is not None
+        return client
 
 
 def _other_run(where: Where, reply: InfoReply) -> str:

@@ -61,6 +61,8 @@ class BrokerClient:
         self._numbers = count(1)
         self._waiting: dict[bytes, asyncio.Future[list[zmq.Frame] | None]] = {}
         """Answers by number; None only ends the wait."""
+        self.has_sent = False
+        """Whether the last request was sent: a socket sends none before a handshake is over."""
         self._open: tuple[Scope, Channel] | None = None
 
     async def __aenter__(self) -> Self:
@@ -124,6 +126,7 @@ class BrokerClient:
     async def _asked(self, frames: list[bytes], timeout_s: float, resend_s: float) -> list[zmq.Frame]:
         until = time.monotonic() + timeout_s
         answer = self._expect(frames[0])
+        self.has_sent = False
         while not answer.done() and (left := until - time.monotonic()) > 0:
             if self._open is None:
                 raise ClosedError
@@ -131,10 +134,11 @@ class BrokerClient:
             patience_s = min(left, resend_s)
             if not channel.try_send(frames):
                 await _for_at_most(channel.ready(zmq.POLLOUT), patience_s)
-            elif (received := await _answered(answer, patience_s)) is not None:
+                continue
+            self.has_sent = True
+            if (received := await _answered(answer, patience_s)) is not None:
                 return received
-            else:
-                answer = self._expect(frames[0])
+            answer = self._expect(frames[0])
         if answer.done() and (received := answer.result()) is not None:
             return received
         if self._open is None:

@@ -40,7 +40,10 @@ exactly; with fewer, small groups stall on wake-ups."""
 CONTROL_HWM: Final = 1000
 """Messages in a pipe of small control messages."""
 HANDSHAKE_MS: Final = 5000
-"""Time after which a peer that does not speak ZMTP is disconnected."""
+"""Time after which a peer of this host that does not speak ZMTP is disconnected."""
+TCP_HANDSHAKE_MS: Final = 30_000
+"""The same by TCP, where a fleet may knock at once: the broker makes all handshakes side by side, some 800 for a second
+of a core. If they outlast the limit of either side, all are given up, none succeeds, and the fleet knocks again."""
 REPLIES_HWM: Final = 32
 """Replies in a pipe to a client of another host: it asks for few things at once, and each may be a batch or a group. A
 client that reads nothing would else hold a thousand of them in the broker's memory."""
@@ -256,6 +259,7 @@ def bind_remote(socket: Socket, addresses: Sequence[str], secret: str) -> str:
         ConfigError: One cannot be bound.
     """
     socket.setsockopt(zmq.AFFINITY, REMOTE_THREAD)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, TCP_HANDSHAKE_MS)
     socket.setsockopt(zmq.IPV6, int(addresses[0].startswith("tcp://[")))
     _hear(socket)
     if socket.getsockopt(zmq.TYPE) == zmq.ROUTER:
@@ -335,6 +339,7 @@ def _hear(socket: Socket) -> None:
 
 def _connected(socket: Socket, address: str, keys: CurveKeys | None) -> Socket:
     if address.startswith("tcp://"):
+        socket.setsockopt(zmq.HANDSHAKE_IVL, TCP_HANDSHAKE_MS)
         socket.setsockopt(zmq.IPV6, int(families.is_ipv6(address)))
         _hear(socket)
     if keys is not None:

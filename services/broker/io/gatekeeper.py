@@ -2,7 +2,8 @@
 
 libzmq asks during the handshake of each connection (ZAP, RFC 27), on a socket that the data plane polls. The name of
 the key becomes the `User-Id` of the connection's messages. An error in an answer refuses that one connection and no
-other. Without an answer nobody enters: libzmq gives the connection up after `HANDSHAKE_MS`, and the client tries again.
+other. Without an answer nobody enters: libzmq gives the connection up after `TCP_HANDSHAKE_MS`, and the client tries
+again.
 
 The list of keys is read again when its file has changed, as `bus.transport.keys.watched_file` says.
 """

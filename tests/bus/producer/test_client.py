@@ -572,6 +572,22 @@ async def test_a_group_carries_the_whole_version_that_was_known_when_it_began(
     assert permit.step == 40
 
 
+async def test_a_restarted_broker_is_registered_with_on_the_same_sockets(
+    fake: "FakeBroker", group: MakeGroup
+) -> None:
+    """Others would cost it three handshakes, at the moment at which all its clients come back."""
+    async with fake.running(), Producer.open(fake.layout.root, env="e", producer="p") as p:
+        await p.send(group("g-0"))
+        assert await p.flush(30)
+        sockets = p._connection._sockets
+        fake.restart()
+        await p.send(group("g-1"))
+        assert await p.flush(30)
+        await fake.until(lambda: len(fake.asked_for(RegisterProducer)) == 2)
+        assert p._connection._sockets is sockets
+    assert fake.arrived[-1] == 2
+
+
 async def test_a_broker_that_remembers_goes_on_with_the_session(
     fake: "FakeBroker", group: MakeGroup, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """A client that waits for its broker says so, and where it looked."""
 
 import asyncio
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from tests.bus.consumer.test_round_trip import config, stamped
 from rolloutmq.bus.consumer.client import Consumer
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport import discovery, sockets
 from rolloutmq.bus.transport.discovery import Search, reach, serve_address
 from rolloutmq.bus.transport.sockets import make_context
 from rolloutmq.schemas.files import RunLayout
@@ -94,6 +96,62 @@ async def test_a_broker_that_does_not_answer_is_named(
     await asyncio.wait({waiting})
     context.term()
     assert f"no answer from {address}" in message
+
+
+async def test_a_handshake_that_lasts_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fleet that gave its handshakes up and began others would keep a broker at work for ever, and never get in."""
+    monkeypatch.setattr(discovery, "ATTEMPT_S", 0.02)
+    context = make_context()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(LIMIT_S)
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        attempts = Attempts(address)
+        waiting = asyncio.create_task(reach(address, context, attempts))
+        busy, _ = await asyncio.to_thread(listener.accept)  # it never says a word
+        async with asyncio.timeout(LIMIT_S):
+            while attempts.count < 20:  # noqa: ASYNC110 - it polls
+                await asyncio.sleep(0.01)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        busy.close()
+    context.term()
+
+
+async def test_a_silent_connection_is_replaced_ever_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind it may be nobody, but each further one costs the broker a handshake."""
+    monkeypatch.setattr(discovery, "ATTEMPT_S", 0.02)
+    monkeypatch.setattr(discovery, "LONGEST_S", 0.5)
+    context = make_context(2)
+    mute = sockets.serve_router(context, 1 << 10)
+    address = sockets.bind_remote(mute, ["tcp://127.0.0.1:*"], "")
+    attempts = Attempts(address)
+    waiting = asyncio.create_task(reach(address, context, attempts))
+    clients: dict[bytes, int] = {}
+    async with asyncio.timeout(LIMIT_S):
+        while len(clients) < 4:
+            if mute.poll(0):
+                clients.setdefault(mute.recv_multipart()[0], attempts.count)
+            await asyncio.sleep(0.001)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    first, second, third, fourth = clients.values()
+    assert second - first >= discovery.ATTEMPTS_BY_TCP - 1
+    assert fourth - third > second - first
+    mute.close(0)
+    context.term()
+
+
+class Attempts(Search):
+    """A search that counts how often there was no answer."""
+
+    count = 0
+
+    def lacks(self, kind: str, problem: str) -> None:
+        self.count += kind == "no answer"
+        super().lacks(kind, problem)
 
 
 async def test_a_pull_and_a_send_that_wait_say_why(

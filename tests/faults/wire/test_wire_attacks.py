@@ -323,7 +323,7 @@ def test_strangers_on_every_tcp_port(run_dir: Path) -> None:
     The library treats a first byte other than 0xff as a peer of its own first version, which has no greeting: such a
     hanger-on is not cut off, and costs a descriptor.
     """
-    hurry = "from rolloutmq.bus.transport import sockets; sockets.HANDSHAKE_MS = 1000"
+    hurry = "from rolloutmq.bus.transport import sockets; sockets.TCP_HANDSHAKE_MS = 1000"
     with (
         broker_process(RunLayout(run_dir), run_config(**INSECURE), hurry) as broker,
         traffic(broker.endpoints.serve) as good,

@@ -57,7 +57,7 @@ def connections(addresses: tuple[str, ...], count: int) -> Iterator[list[socket.
 
 def test_a_thousand_silent_clients(run_dir: Path, keys: KeyDirectory) -> None:
     """They say nothing: the others go on, by both doors, and they are cut off."""
-    hurry = "from rolloutmq.bus.transport import sockets; sockets.HANDSHAKE_MS = 2000\n"
+    hurry = "from rolloutmq.bus.transport import sockets; sockets.TCP_HANDSHAKE_MS = 2000\n"
     with (
         broker_process(RunLayout(run_dir), config(keys), hurry) as broker,
         traffic(boss(keys, broker.endpoints.listen[0])) as far,
