@@ -8,17 +8,14 @@ gets the same batch, or another one if the lease was lost.
 """
 
 import logging
-from typing import Final, NamedTuple
+from typing import Final
 
-from rolloutmq.bus.consumer.batch import brought_near, decode_groups
+from rolloutmq.bus.consumer.batch import Copy, DecodedBatch, brought_near, decode_groups
 from rolloutmq.bus.shm.arena import MappedArenas
 from rolloutmq.bus.shm.buffer_pool import BufferPool
 from rolloutmq.bus.transport.request_client import Frames
 from rolloutmq.schemas.errors import ChecksumError, SegmentGoneError
-from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire import replies
-from rolloutmq.schemas.wire.envelope import ColumnTable
-from rolloutmq.schemas.wire.replies import Delivery, Rejected
 
 logger = logging.getLogger(__name__)
 
@@ -26,22 +23,12 @@ ATTEMPTS: Final = 3
 """Unreadable batches in a row after which all further ones are requested as frames."""
 
 
-class DecodedBatch(NamedTuple):
-    """Groups of a batch, their deliveries, and the undecodable groups."""
-
-    groups: list[Group]
-    deliveries: list[Delivery]
-    rejected: list[Rejected]
-
-
 class BatchReader:
     """Reads the batches of one consumer; with `views` without copies."""
 
     def __init__(self, *, views: bool = False) -> None:
         self._arenas = MappedArenas()
-        self._copy = brought_near if views else BufferPool().copy
-        self._tables: tuple[ColumnTable, ...] = ()
-        """Those of the last reply."""
+        self._copy: Copy = brought_near if views else BufferPool().copy
         self._again = False
         self._failed = 0
 
@@ -55,7 +42,7 @@ class BatchReader:
         """Decode a batch; None if its memory cannot be read, so the caller must repeat the pull."""
         try:
             arenas = self._arenas.open(reply.arenas)
-            decoded = DecodedBatch(*decode_groups(reply, frames, arenas, self._copy, self._tables))
+            decoded = decode_groups(reply, frames, arenas, self._copy)
         except SegmentGoneError as error:
             self._failed += 1
             if self._failed in {1, ATTEMPTS}:
@@ -67,8 +54,6 @@ class BatchReader:
             self._again = True
             return None
         self._again = False
-        if self._tables != reply.tables:
-            self._tables = reply.tables
         if reply.arenas:
             self._failed = 0
         for bad in decoded.rejected:

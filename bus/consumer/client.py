@@ -79,7 +79,7 @@ class Consumer:
         self.version = register.resume or PolicyVersion(0, register.info.starting_step)
         """Policy after the last settled step; iteration continues from it. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
-        self._puller = BatchPuller(self._link, size, split, partial(LeasedBatch, consumer=self), views=views)
+        self._puller = BatchPuller(self._link, size, split, self._batch, views=views)
         self._figures = FigureQueue(self._link)
         self._leased: Batch | None = None
         self._before: PolicyVersion | None = None
@@ -294,28 +294,28 @@ class Consumer:
 
     async def _pull(self, step: int, version: PolicyVersion, until: float) -> LeasedBatch | None:
         while True:
-            batch = await self._take(step, version, until)
+            try:
+                batch = await self._ahead.take(step, version)
+                if batch is None or batch.life != self._link.life:
+                    batch = await self._puller.pull(step, version, until)
+            except LeaseLostError:
+                self._note_loss(step)
+                raise
             if batch is None:
                 return None
-            self._leased = batch
+            self._leased, self._lost = batch, None
             if batch.groups or not batch.rejected or self._link.register.world_size > 1:
                 return batch
             logger.error("batch undecodable, pulling again step=%d", step)
             await self.settle(batch)
 
-    async def _take(self, step: int, version: PolicyVersion, until: float) -> LeasedBatch | None:
-        try:
-            batch = await self._ahead.take(step, version)
-            if batch is None or batch.life != self._link.life:
-                batch = await self._puller.pull(step, version, until)
-        except LeaseLostError:
-            if step != self._lost:  # otherwise a restarted broker repeats what `settle` has told
-                self.version, self._before = self._before or self.version, None
-            self._lost = None
-            raise
-        if batch is not None:
-            self._lost = None
-        return batch
+    def _note_loss(self, step: int) -> None:
+        if step != self._lost:  # otherwise a restarted broker repeats what `settle` has told
+            self.version, self._before = self._before or self.version, None
+        self._lost = None
+
+    def _batch(self, *values: Any) -> LeasedBatch:
+        return LeasedBatch.received(*values, self)
 
     async def _pull_at_once(self, step: int, version: PolicyVersion) -> LeasedBatch | None:
         return await self._puller.pull(step, version, time.monotonic())

@@ -107,7 +107,7 @@ class GroupConsumer:
         self.version = register.resume or PolicyVersion(0, register.info.starting_step)
         """Policy after the last settlement. At first that of `resume`, or of the run."""
         self._link = ConsumerConnection(where, register)
-        self._puller = BatchPuller(self._link, StepSize(groups=groups), split, Batch, window)
+        self._puller = BatchPuller(self._link, StepSize(groups=groups), split, Batch.received, window)
         self._figures = FigureQueue(self._link)
         self._ready: OrderedDict[Identity, HeldGroup] = OrderedDict()
         """Groups to return, none of them held; one that comes again replaces itself."""

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from itertools import count
 from typing import Final, Generic, TypeVar
 
-from rolloutmq.bus.consumer.batch import Batch, StepSize
-from rolloutmq.bus.consumer.batch_reader import BatchReader, DecodedBatch
+from rolloutmq.bus.consumer.batch import Batch, DecodedBatch, StepSize
+from rolloutmq.bus.consumer.batch_reader import BatchReader
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.schemas.errors import EndOfReplayError, WireError
@@ -46,7 +46,7 @@ class BatchPuller(Generic[B]):
         link: Connection of the consumer.
         size: Size of a step, or of a lease of the window.
         split: Split of the groups.
-        make: Makes a batch of its attributes.
+        make: Makes a batch of its attributes, in their order.
         window: Of a consumer that pulls groups as they come, see `Pull.window`; 0 for steps.
         views: Groups in shared memory are not copied.
     """
@@ -141,18 +141,18 @@ class BatchPuller(Generic[B]):
 
     def _batch(self, reply: replies.Batch, decoded: DecodedBatch, version: PolicyVersion) -> B:
         return self._make(
-            groups=tuple(decoded.groups),
-            deliveries=tuple(decoded.deliveries),
-            rejected=tuple(decoded.rejected),
-            step=reply.step,
-            version=version,
-            lease=reply.lease,
-            generation=reply.generation,
-            life=self._link.life,
-            short=reply.short,
-            over=reply.over,
-            rewound=reply.rewound,
-            moments=reply.moments,
+            tuple(decoded.groups),
+            tuple(decoded.deliveries),
+            tuple(decoded.rejected),
+            reply.step,
+            version,
+            reply.lease,
+            reply.generation,
+            self._link.life,
+            reply.short,
+            reply.over,
+            reply.rewound,
+            reply.moments,
         )
 
     def close(self) -> None:

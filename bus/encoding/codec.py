@@ -12,8 +12,7 @@ import math
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache, partial
-from operator import attrgetter
+from functools import cached_property, lru_cache
 from typing import Any, Final, Generic, TypeVar
 
 import google_crc32c
@@ -74,7 +73,6 @@ _OPAQUE: Final = Dtype.OPAQUE
 _UNREAD: Final = Column.opaque(None)
 _JOINED_BYTES: Final = 32 << 10
 """Up to this many bytes, a body is joined before it is copied: it stays in the cache, and one copy is one call."""
-_nbytes: Final = attrgetter("nbytes")
 _T = TypeVar("_T")
 
 
@@ -117,8 +115,7 @@ def prepare_group(group: Group) -> PreparedGroup:
     Raises:
         InvalidGroupError: An opaque column is not msgpack, or has too many values.
     """
-    table, blocks = _described(group)
-    sizes = tuple(map(_nbytes, blocks))
+    table, blocks, sizes = _described(group)
     return PreparedGroup(table, blocks, sizes, place(sizes, BIG_BLOCK_BYTES))
 
 
@@ -179,22 +176,22 @@ def header_of(
     oldest, newest = group.oldest, group.newest
     if policy is not None and not group.stamped:
         oldest = newest = policy
-    return GroupHeader(
-        seq=seq,
-        position=position,
-        group_id=group.group_id,
-        table=encoded.table.id,
-        frames=len(encoded.frames),
-        nbytes=encoded.nbytes,
-        crc=encoded.crc,
-        sequences=group.sequences,
-        tokens=group.tokens,
-        oldest=oldest,
-        newest=newest,
-        started_at=group.started_at,
-        finished_at=group.finished_at,
-        rewards=group.rewards(),
-        task=group.task,
+    return GroupHeader(  # by position: names cost as much again
+        seq,
+        position,
+        group.group_id,
+        encoded.table.id,
+        len(encoded.frames),
+        encoded.nbytes,
+        encoded.crc,
+        group.sequences,
+        group.tokens,
+        oldest,
+        newest,
+        group.started_at,
+        group.finished_at,
+        group.rewards(),
+        group.task,
     )
 
 
@@ -209,8 +206,8 @@ def decode_group(header: GroupHeader, table: ColumnTable, frames: Sequence[Buffe
 
 
 def decode_body(header: GroupHeader, plan: TablePlan, arrays: Arrays, env: str = "") -> Group:
-    """Do what `decode_group` does, for frames that are arrays of bytes."""
-    nbytes = arrays[0].nbytes if len(arrays) == 1 else sum([array.nbytes for array in arrays])
+    """Do what `decode_group` does, for frames that are `bytes` or arrays of bytes."""
+    nbytes = len(arrays[0]) if len(arrays) == 1 else sum(map(len, arrays))
     if nbytes != header.nbytes or len(arrays) != header.frames:
         raise MalformedError(
             f"group {header.group_id}: size differs from the header (got {nbytes} bytes in {len(arrays)} frames, "
@@ -248,13 +245,17 @@ def table_of(group: Group) -> ColumnTable:
     return _described(group)[0]
 
 
-def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
-    """Return the table of a group and its blocks in the order of the table, each contiguous in memory."""
+def _described(group: Group) -> tuple[ColumnTable, list[Block], tuple[int, ...]]:
+    """Return the table of a group, and its blocks and their sizes in the order of the table.
+
+    Each block is contiguous in memory.
+    """
     owners: dict[tuple[bytes, ...], str] = {}
     latest: tuple[NDArray[np.uint32], ...] | None = None
     latest_owner = ""
     specs: list[str | int] = []
     blocks: list[Block] = []
+    sizes: list[int] = []
     opaque: dict[str, bytes] = {}
     for name, column in group.columns.items():
         dtype, lengths, values = column.dtype, column.lengths, column.values
@@ -265,20 +266,24 @@ def _described(group: Group) -> tuple[ColumnTable, list[Block]]:
             own = tuple(map(np.ndarray.tobytes, lengths))
             latest, latest_owner = lengths, owners.setdefault(own, name)
             if latest_owner == name:
-                blocks += map(memoryview, own)
+                blocks += own
+                sizes += map(len, own)
             else:
                 shared = latest_owner
         specs += (name, dtype, len(lengths), shared)
         if dtype is not _OPAQUE:
             blocks.append(np.ascontiguousarray(values))
-        elif isinstance(values, EncodedColumn):
-            blocks.append(memoryview(values.data))
+            sizes.append(values.nbytes)
+            continue
+        if isinstance(values, EncodedColumn):
+            block = values.data
         else:
-            opaque[name] = encode_opaque(name, values)
-            blocks.append(memoryview(opaque[name]))
+            block = opaque[name] = encode_opaque(name, values)
+        blocks.append(block)
+        sizes.append(len(block))
     if opaque:
         require_few(opaque)
-    return _table_of(tuple(specs)), blocks
+    return _table_of(tuple(specs)), blocks, tuple(sizes)
 
 
 @lru_cache(maxsize=TABLES_KEPT)
@@ -292,15 +297,15 @@ class _Blocks:
     """The blocks of a body, in their order."""
 
     def __init__(self, directory: struct.Struct, arrays: Arrays) -> None:
-        if arrays[0].nbytes < directory.size:
+        if len(arrays[0]) < directory.size:
             raise MalformedError(
-                f"body: shorter than its directory (got {arrays[0].nbytes} bytes, needs {directory.size})"
+                f"body: shorter than its directory (got {len(arrays[0])} bytes, needs {directory.size})"
             )
         self._arrays = arrays
-        self._rows = directory.unpack_from(arrays[0].data)
+        self._rows = directory.unpack_from(arrays[0])
         for at in range(0, len(self._rows), 3):
             frame, offset, nbytes = self._rows[at : at + 3]
-            if frame >= len(arrays) or offset + nbytes > arrays[frame].nbytes:
+            if frame >= len(arrays) or offset + nbytes > len(arrays[frame]):
                 raise MalformedError(f"block {at // 3}: ends outside its frame")
         self._at = 0
 
@@ -361,21 +366,25 @@ def checksum(frames: Iterable[Buffer | NDArray[np.uint8]]) -> int:
     return int(crc)
 
 
-def _decoding(decoder: "_Decoder[_T]", data: Buffer, limit: int, what: str) -> _T:
-    size = len(data) if isinstance(data, bytes | bytearray) else data.nbytes
-    if size > limit:
-        raise LimitExceededError(f"size of the {what}", size, limit)
-    try:
-        return decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedError(f"{what}: {error}") from None
-
-
 class _Decoder(Generic[_T]):
-    """A decoder that is built on its first use: no process needs all, and each costs a part of a millisecond."""
+    """Decodes at most `limit` bytes; raises WireError for others, and for what is not of its kind.
 
-    def __init__(self, kind: Any) -> None:
+    It is built on its first use: no process needs all, and each costs a part of a millisecond.
+    """
+
+    def __init__(self, kind: Any, limit: int, what: str) -> None:
         self._kind = kind
+        self._limit = limit
+        self._what = what
+
+    def __call__(self, data: Buffer) -> _T:
+        size = data.nbytes if isinstance(data, memoryview) else len(data)
+        if size > self._limit:
+            raise LimitExceededError(f"size of the {self._what}", size, self._limit)
+        try:
+            return self.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise MalformedError(f"{self._what}: {error}") from None
 
     @cached_property
     def decode(self) -> Callable[[Buffer], _T]:
@@ -383,21 +392,30 @@ class _Decoder(Generic[_T]):
         return built.decode
 
 
-_value: Final = _Decoder[Any](Any)
-_envelope: Final = _Decoder[Envelope](Envelope)
-_request: Final = _Decoder[Request](Request)
-_reply: Final = _Decoder[Reply](Reply)
-_registration: Final = _Decoder[_Registration](_Registration)
-_event: Final = _Decoder[Event](Event)
-_ack: Final = _Decoder[Ack](Ack)
-_drain: Final = _Decoder[Drain](Drain)
-_table: Final = _Decoder[ColumnTable](ColumnTable)
-_header: Final = _Decoder[GroupHeader](GroupHeader)
+_envelope: Final = _Decoder[Envelope](Envelope, ENVELOPE_LIMIT_BYTES, "envelope")
+_request: Final = _Decoder[Request](Request, MESSAGE_LIMIT_BYTES, "request")
+_registration: Final = _Decoder[_Registration](_Registration, MESSAGE_LIMIT_BYTES, "request")
+decode_reply: Final = _Decoder[Reply](Reply, MESSAGE_LIMIT_BYTES, "reply")
+decode_event: Final = _Decoder[Event](Event, MESSAGE_LIMIT_BYTES, "event")
+decode_ack: Final = _Decoder[Ack](Ack, ENVELOPE_LIMIT_BYTES, "ack")
+decode_drain: Final = _Decoder[Drain](Drain, ENVELOPE_LIMIT_BYTES, "drain")
+decode_table: Final = _Decoder[ColumnTable](ColumnTable, TABLE_LIMIT_BYTES, "column table")
+decode_tables: Final = _Decoder[tuple[ColumnTable, ...]](
+    tuple[ColumnTable, ...], MESSAGE_LIMIT_BYTES, "column tables of the batch"
+)
+decode_header: Final = _Decoder[GroupHeader](GroupHeader, ENVELOPE_LIMIT_BYTES, "group header")
+decode_value: Final = _Decoder[Any](Any, 1 << 30, "opaque column")
 
 
 def encode(value: Message | Envelope | GroupHeader | ColumnTable | PolicyVersion) -> bytes:
     """Encode a control message or a part of the wire as msgpack."""
     return msgspec.msgpack.encode(value)
+
+
+@lru_cache(maxsize=TABLES_KEPT)
+def encode_tables(tables: tuple[ColumnTable, ...]) -> msgspec.Raw:
+    """Encode the tables of a batch."""
+    return msgspec.Raw(msgspec.msgpack.encode(tables))
 
 
 def require_encodable(message: Message) -> None:
@@ -438,7 +456,7 @@ def decode_envelope(frame: Buffer, frames: int, nbytes: int) -> Envelope:
     """
     if frames + 1 > FRAMES_LIMIT:
         raise LimitExceededError("frames of a message", frames + 1, FRAMES_LIMIT)
-    envelope = _decoding(_envelope, frame, ENVELOPE_LIMIT_BYTES, "envelope")
+    envelope = _envelope(frame)
     if envelope.version != PROTOCOL_VERSION:
         raise VersionMismatchError(envelope.version, PROTOCOL_VERSION)
     if envelope.offsets:
@@ -471,7 +489,7 @@ def decode_request(frame: Buffer) -> Request:
         WireError: It is not a request.
     """
     try:
-        request: Request = _decoding(_request, frame, MESSAGE_LIMIT_BYTES, "request")
+        request = _request(frame)
     except MalformedError:
         _require_own_version(frame)
         raise
@@ -488,12 +506,3 @@ def _require_own_version(frame: Buffer) -> None:
         return
     if found.kind in _REGISTRATIONS and found.protocol != PROTOCOL_VERSION:
         raise VersionMismatchError(found.protocol, PROTOCOL_VERSION)
-
-
-decode_reply = partial(_decoding, _reply, limit=MESSAGE_LIMIT_BYTES, what="reply")
-decode_event = partial(_decoding, _event, limit=MESSAGE_LIMIT_BYTES, what="event")
-decode_ack = partial(_decoding, _ack, limit=ENVELOPE_LIMIT_BYTES, what="ack")
-decode_drain = partial(_decoding, _drain, limit=ENVELOPE_LIMIT_BYTES, what="drain")
-decode_table = partial(_decoding, _table, limit=TABLE_LIMIT_BYTES, what="column table")
-decode_header = partial(_decoding, _header, limit=ENVELOPE_LIMIT_BYTES, what="group header")
-decode_value = partial(_decoding, _value, limit=1 << 30, what="opaque column")

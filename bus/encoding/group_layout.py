@@ -7,7 +7,6 @@ multiples of 64. A large block may have its own frame.
 import struct
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import chain
 from typing import Any, Final, NamedTuple
 
 ALIGNMENT_BYTES: Final = 64
@@ -18,7 +17,7 @@ LAYOUTS_KEPT: Final = 256
 """Cached layouts: groups of equal shape have blocks of equal sizes."""
 
 Block = Any
-"""A contiguous array or memoryview."""
+"""A contiguous array, or bytes."""
 _GAPS: Final = tuple(bytes(size) for size in range(ALIGNMENT_BYTES))
 
 
@@ -41,7 +40,10 @@ class GroupLayout(NamedTuple):
             blocks = [block for index, block in enumerate(blocks) if index not in big]
         if not blocks:
             return list(self.before)
-        return list(chain.from_iterable(zip(self.before, blocks, strict=True)))
+        pieces: list[Block] = [None] * (2 * len(blocks))
+        pieces[::2] = self.before
+        pieces[1::2] = blocks
+        return pieces
 
 
 @lru_cache(maxsize=LAYOUTS_KEPT)

@@ -306,7 +306,7 @@ class Producer:
             raise
         if group.sequences != self._usual_size:
             self._check_size(group)
-        if connection.forward(laid.encoded.nbytes):
+        if not connection.send_arrived() and connection.fills_turn(laid.encoded.nbytes):
             await asyncio.sleep(0)
 
     def _open_inbox(self, post: Callable[[Callable[[], None]], None]) -> SendInbox:

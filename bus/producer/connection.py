@@ -325,14 +325,12 @@ class ProducerConnection:
             await self._granted(client, tables)
             session.declared.add(table.id)
 
-    def forward(self, nbytes: int) -> bool:
-        """Schedule the sending of a group in the spool; return whether the caller must yield to the event loop now.
+    def fills_turn(self, nbytes: int) -> bool:
+        """Note a group that leaves in the loop's next turn; return whether the caller must yield to the loop now.
 
         Acks must be received and other tasks must run, but a turn of the loop costs as much as a small group. Groups of
-        one turn share a message. A group that no other one is under way with leaves at once.
+        one turn share a message.
         """
-        if self.send_arrived():
-            return False
         now = time.monotonic()
         if not self._turn_groups:
             self._turn_at = now

@@ -327,16 +327,17 @@ class SessionState:
         about = self.register
         while True:
             in_arena = entries[0].slot is not None
+            # By position: names cost as much again, and a message may have one small group.
             envelope = Envelope(
-                version=PROTOCOL_VERSION,
-                producer=about.producer,
-                session=self.number,
-                run=about.run,
-                env=about.env,
-                split=about.split,
-                groups=tuple(map(_header, entries)),
-                offsets=tuple(map(_offset, entries)) if in_arena else (),
-                arena=0 if self.arena is None else self.arena.ref.ino,
+                PROTOCOL_VERSION,
+                about.producer,
+                self.number,
+                about.run,
+                about.env,
+                about.split,
+                tuple(map(_header, entries)),
+                tuple(map(_offset, entries)) if in_arena else (),
+                0 if self.arena is None else self.arena.ref.ino,
             )
             try:
                 head = encode_envelope(envelope)

@@ -10,6 +10,8 @@ from bisect import bisect_left
 from collections import deque
 from typing import Final
 
+import msgspec
+
 ALIGNMENT_BYTES: Final = 64
 """Alignment of slots, so the blocks of a group are aligned as in a frame."""
 PAGE_BYTES: Final = 4096
@@ -19,18 +21,15 @@ LOOK: Final = 32
 """Gaps examined for room; the last and largest gap is always examined."""
 
 
-class ArenaBlock:
+class ArenaBlock(msgspec.Struct, eq=False):
     """Room for one group."""
 
-    __slots__ = ("home", "nbytes", "offset", "seq", "size")
-
-    def __init__(self, home: "ArenaAllocator", offset: int, nbytes: int, size: int) -> None:
-        self.home = home
-        self.offset = offset
-        self.nbytes = nbytes
-        self.size = size
-        """Occupied bytes of the arena; 0 once it is free."""
-        self.seq = 0
+    home: "ArenaAllocator"
+    offset: int
+    nbytes: int
+    size: int
+    """Occupied bytes of the arena; 0 once it is free."""
+    seq: int = 0
 
     def number(self, seq: int) -> None:
         """Give a live slot its number, which must exceed all earlier ones."""

@@ -27,11 +27,14 @@ class BufferPool:
         self._kept: deque[NDArray[np.uint8]] = deque()
         self._kept_bytes = 0
 
-    def copy(self, source: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return a read-only copy of some bytes, valid as long as it or a view of it is referenced."""
+    def copy(self, source: memoryview | NDArray[np.uint8]) -> bytes | NDArray[np.uint8]:
+        """Return a read-only copy of some bytes, valid as long as it or a view of it is referenced.
+
+        A small one is `bytes`.
+        """
         nbytes = source.nbytes
         if nbytes < LEAST_BYTES:
-            return np.frombuffer(source.tobytes(), np.uint8)
+            return source.tobytes()
         copied = self._buffer(nbytes)[:nbytes]
         copied[:] = source
         copied.flags.writeable = False

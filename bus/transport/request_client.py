@@ -6,6 +6,7 @@ correlation frame are dropped. Only this module turns an `ErrorReply` into an ex
 """
 
 import asyncio
+import math
 import struct
 import time
 from collections.abc import Awaitable
@@ -42,9 +43,24 @@ RESEND_S: Final = 1.0
 LOOK_S: Final = 0.25
 """Time between two looks at the handshakes of a blocking client that waits for a connection."""
 
+CLOCK_S: Final = 0.001
+"""A timer of a loop may be early by this."""
+
 Frames = list[memoryview]
 """Payload frames of a reply, as views of the received memory, which they keep alive."""
 _Answer = tuple[Reply, Frames]
+
+
+class _Waiting:
+    """A request under way."""
+
+    __slots__ = ("answer", "until")
+
+    def __init__(self, answer: "asyncio.Future[list[zmq.Frame] | None]") -> None:
+        self.answer = answer
+        """Frames of the answer; None only ends the wait."""
+        self.until = math.inf
+        """When the wait ends in vain, in monotonic seconds."""
 
 
 class BrokerClient:
@@ -59,8 +75,11 @@ class BrokerClient:
         """Keys of the socket, and of further sockets to the same broker."""
         self._lent = context
         self._numbers = count(1)
-        self._waiting: dict[bytes, asyncio.Future[list[zmq.Frame] | None]] = {}
-        """Answers by number; None only ends the wait."""
+        self._waiting: dict[bytes, _Waiting] = {}
+        """Requests under way, by number."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends waits in vain. One for all of them, so that an answer has none to cancel."""
+        self._looks_at = math.inf
         self.has_sent = False
         """Whether the last request was sent: a socket sends none before a handshake is over."""
         self._open: tuple[Scope, Channel] | None = None
@@ -89,8 +108,9 @@ class BrokerClient:
             return
         scope, channel = self._open
         self._open = None
-        for answer in self._waiting.values():
-            _answer(answer, None)
+        self._look_at(math.inf)
+        for waiting in self._waiting.values():
+            _end(waiting.answer, None)
         channel.close()
         scope.end()
 
@@ -124,21 +144,23 @@ class BrokerClient:
         return granted(reply, message), frames
 
     async def _asked(self, frames: list[bytes], timeout_s: float, resend_s: float) -> list[zmq.Frame]:
-        until = time.monotonic() + timeout_s
+        until = (now := time.monotonic()) + timeout_s
         answer = self._expect(frames[0])
         self.has_sent = False
-        while not answer.done() and (left := until - time.monotonic()) > 0:
+        while not answer.done() and now < until:
             if self._open is None:
                 raise ClosedError
             channel = self._open[1]
-            patience_s = min(left, resend_s)
+            patience_s = min(until - now, resend_s)
             if not channel.try_send(frames):
                 await _for_at_most(channel.ready(zmq.POLLOUT), patience_s)
-                continue
-            self.has_sent = True
-            if (received := await _answered(answer, patience_s)) is not None:
-                return received
-            answer = self._expect(frames[0])
+            else:
+                self.has_sent = True
+                self._end_by(frames[0], now + patience_s)
+                if (received := await answer) is not None:
+                    return received
+                answer = self._expect(frames[0])
+            now = time.monotonic()
         if answer.done() and (received := answer.result()) is not None:
             return received
         if self._open is None:
@@ -148,28 +170,39 @@ class BrokerClient:
     def _expect(self, number: bytes) -> "asyncio.Future[list[zmq.Frame] | None]":
         """Return the future of the answer with this number; after a wait in vain it needs another one."""
         answer: asyncio.Future[list[zmq.Frame] | None] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = answer
+        self._waiting[number] = _Waiting(answer)
         return answer
 
+    def _end_by(self, number: bytes, until: float) -> None:
+        """Let the wait for an answer end in vain at that time."""
+        self._waiting[number].until = until
+        if until < self._looks_at:
+            self._look_at(until)
+
+    def _look_at(self, moment: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._looks_at = moment
+        if moment < math.inf:
+            pause_s = moment - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, pause_s), self._end_late)
+
+    def _end_late(self) -> None:
+        now = time.monotonic() + CLOCK_S
+        for waiting in self._waiting.values():
+            if waiting.until <= now:
+                _end(waiting.answer, None)
+        self._look_at(min((one.until for one in self._waiting.values() if one.until > now), default=math.inf))
+
     def _take(self, frames: list[zmq.Frame]) -> None:
-        if (answer := self._waiting.get(frames[0].bytes)) is not None:
-            _answer(answer, frames[1:])
+        if (waiting := self._waiting.get(frames[0].bytes)) is not None:
+            _end(waiting.answer, frames[1:])
 
 
-def _answer(answer: "asyncio.Future[list[zmq.Frame] | None]", frames: list[zmq.Frame] | None) -> None:
+def _end(answer: "asyncio.Future[list[zmq.Frame] | None]", frames: list[zmq.Frame] | None) -> None:
     if not answer.done():
         answer.set_result(frames)
-
-
-async def _answered(
-    answer: "asyncio.Future[list[zmq.Frame] | None]", patience_s: float
-) -> list[zmq.Frame] | None:
-    """Wait for an answer; None if there is none in time. The waiting task is woken by the answer itself."""
-    timer = asyncio.get_running_loop().call_later(patience_s, _answer, answer, None)
-    try:
-        return await answer
-    finally:
-        timer.cancel()
 
 
 class BlockingClient:

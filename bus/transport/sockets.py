@@ -69,6 +69,8 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.SNDMORE)
 _READABLE: Final = int(zmq.POLLIN)
 """As plain integers: operators of an enumeration cost as much as a call of the library."""
+_send: Final = zmq.backend.Socket.send
+"""Without the layer of `zmq.Socket.send` above it, which serves kinds of sockets that the bus has not."""
 _ONE_WAY: Final = frozenset({zmq.PUB, zmq.SUB, zmq.XPUB, zmq.XSUB})
 
 
@@ -360,8 +362,8 @@ def send_frames(socket: Socket, frames: Sequence[Any], *, copy: bool = True) -> 
     Without the checks of `send_multipart`, which cost more than a small message.
     """
     for frame in frames[:-1]:
-        socket.send(frame, _MORE | _NOBLOCK, copy=copy)
-    socket.send(frames[-1], _NOBLOCK, copy=copy)
+        _send(socket, frame, _MORE | _NOBLOCK, copy)
+    _send(socket, frames[-1], _NOBLOCK, copy)
 
 
 def receive_frames(socket: Socket) -> list[zmq.Frame]:
@@ -389,6 +391,7 @@ class Channel:
 
     def __init__(self, socket: Socket, handshakes: Handshakes | None = None) -> None:
         self._socket = socket
+        self._closed = False
         self._handshakes = handshakes
         self._retry: asyncio.TimerHandle | None = None
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
@@ -466,8 +469,9 @@ class Channel:
 
     def close(self) -> None:
         """Close the socket; waiting tasks raise ClosedError. May be called twice."""
-        if self._socket.closed:
+        if self._closed:
             return
+        self._closed = True
         self._loop.remove_reader(self._fd)
         if self._handshakes is not None:
             self._loop.remove_reader(self._news)
@@ -493,13 +497,13 @@ class Channel:
             self._look()
 
     def _check_open(self) -> None:
-        if self._socket.closed:
+        if self._closed:
             raise ClosedError
 
     def _on_readable(self) -> None:
         """Hand over what has come, and wake the tasks that wait."""
         took = self._take is not None and self._hand_over(self._take)
-        if self._waiting and not self._socket.closed:
+        if self._waiting and not self._closed:
             self._look()
         elif took:
             # In the next turn: the task that gets the message goes first.
@@ -507,7 +511,7 @@ class Channel:
 
     def _hand_over(self, take: Callable[[list[zmq.Frame]], None]) -> bool:
         """Hand over the next message; return whether there was one."""
-        if self._socket.closed:
+        if self._closed:
             return False
         try:
             frames = receive_frames(self._socket)
@@ -517,7 +521,7 @@ class Channel:
         return True
 
     def _look_again(self) -> None:
-        if not self._socket.closed:
+        if not self._closed:
             self._look()
 
     def _events(self) -> int:

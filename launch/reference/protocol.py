@@ -467,6 +467,9 @@ def _type(hint: Any, scope: Mapping[str, Any] = {}) -> str:
     origin, args = get_origin(hint), get_args(hint)
     shown = [_type(one, scope) for one in args if one is not Ellipsis and not isinstance(one, Meta)]
     if origin is Annotated:
+        for meta in args[1:]:
+            if isinstance(meta, Meta) and meta.extra:
+                return _type(meta.extra["encoded"], scope)
         return _bounded(shown[0], args[0], [meta for meta in args[1:] if isinstance(meta, Meta)])
     if origin in {Union, UnionType}:
         return " or ".join(shown)

@@ -56,7 +56,8 @@ GroupId = Annotated[str, Meta(min_length=1, max_length=128)]
 TaskRef = Annotated[str, Meta(max_length=128)]
 """Id of the submitted task that a group answers; empty if the environment drew its own."""
 
-TableId = Annotated[str, Meta(pattern=r"^[0-9a-f]{16}\Z")]
+TableId = Annotated[str, Meta(max_length=16)]
+"""Content hash of a column table, in hexadecimal. A reader compares it with those it knows, like a `KnownName`."""
 
 Count = Annotated[int, Meta(ge=0, le=(1 << 62))]
 
@@ -73,6 +74,8 @@ class Split(IntEnum):
 
 class Dtype(IntEnum):
     """Element type of a column. `OPAQUE` is msgpack of any value; `BF16` is stored as its 16 bits."""
+
+    __hash__ = int.__hash__  # that of an enumeration is a function of Python, and tables are found by it
 
     BOOL = 0
     I8 = 1

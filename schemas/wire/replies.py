@@ -6,7 +6,7 @@ Every reply is one msgpack frame; only a `Batch` is followed by the frames of it
 from enum import StrEnum
 from typing import Annotated
 
-from msgspec import Meta
+from msgspec import Meta, Raw
 
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.control import ControlReply
@@ -17,6 +17,7 @@ from rolloutmq.schemas.wire.envelope import (
     ErrorCode,
     GroupHeader,
     GroupId,
+    KnownName,
     Message,
     Name,
     PolicyVersion,
@@ -26,6 +27,9 @@ from rolloutmq.schemas.wire.joining import JoiningReply
 from rolloutmq.schemas.wire.tasks import TaskReply
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
+
+EncodedTables = Annotated[Raw, Meta(extra={"encoded": tuple[ColumnTable, ...]})]
+"""Column tables as msgpack. Batches of a run mostly have the same ones, and a reader decodes only others."""
 
 GAP_WINDOW = 1024
 """Window of sequence numbers above the cumulative one; the broker refuses groups beyond it."""
@@ -161,8 +165,8 @@ class Delivery(Message, tag="delivery", frozen=True, kw_only=True):
     """One group of a batch. The frames of groups without a `place` follow the `Batch` in order."""
 
     header: GroupHeader
-    env: Name
-    producer: Name
+    env: KnownName
+    producer: KnownName
     session: Count
     deliveries: Count = 1
     """Number of times it was delivered, this one included."""
@@ -177,7 +181,7 @@ class Batch(Message, tag="batch", frozen=True, kw_only=True):
     generation: Count
     step: Count
     groups: tuple[Delivery, ...]
-    tables: tuple[ColumnTable, ...]
+    tables: EncodedTables
     arenas: tuple[ArenaRef, ...] = ()
     """The broker's descriptor of each arena with a group of the batch."""
     short: bool = False
@@ -186,7 +190,7 @@ class Batch(Message, tag="batch", frozen=True, kw_only=True):
     """More than asked: a group larger than a step is delivered alone, and a rewound batch is never cut."""
     rewound: bool = False
     """The batch was trained before, and the trainer has resumed from an earlier checkpoint; it is unchanged."""
-    moments: dict[Name, Moments] = {}
+    moments: dict[KnownName, Moments] = {}
     """Moments of the scores of each environment of the step, the same for all ranks, as of its lease. A rewound batch
     brings those of its first lease."""
 

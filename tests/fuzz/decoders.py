@@ -270,7 +270,13 @@ def _message_seeds() -> list[bytes]:
     messages: list[Any] = [
         ack,
         Registered(ack=ack, info=RunInfo()),
-        Batch(lease=1, generation=2, step=3, groups=(delivery,) * 2, tables=(encoded.table,)),
+        Batch(
+            lease=1,
+            generation=2,
+            step=3,
+            groups=(delivery,) * 2,
+            tables=codec.encode_tables((encoded.table,)),
+        ),
         ErrorReply(code=ErrorCode.UNKNOWN, detail="d"),
         OWNER,
         DeclareTables(producer="p", session=4, tables=(encoded.table,)),

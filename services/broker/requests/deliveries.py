@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from rolloutmq.bus.encoding.codec import encode_tables
 from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable
 from rolloutmq.schemas.wire.replies import Delivery
 from rolloutmq.services.broker.flow.arenas import ArenaSlot
@@ -15,7 +16,7 @@ class GroupDeliveries(msgspec.Struct, frozen=True):
     """The parts of a `Batch` reply about groups, and the frames that follow it."""
 
     groups: tuple[Delivery, ...]
-    tables: tuple[ColumnTable, ...]
+    tables: msgspec.Raw
     arenas: tuple[ArenaRef, ...]
     frames: tuple[Any, ...]
 
@@ -54,4 +55,5 @@ def deliveries(groups: Iterable[StoredGroup], *, in_place: bool) -> GroupDeliver
                 place=place,
             )
         )
-    return GroupDeliveries(tuple(listed), tuple(tables.values()), tuple(arenas), tuple(frames))
+    encoded = encode_tables(tuple(tables.values()))
+    return GroupDeliveries(tuple(listed), encoded, tuple(arenas), tuple(frames))

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rolloutmq.bus.consumer.batch import RUN_BYTES, decode_groups
-from rolloutmq.bus.consumer.batch_reader import BatchReader, DecodedBatch
-from rolloutmq.bus.encoding.codec import encode_group, header_of
+from rolloutmq.bus.consumer.batch import RUN_BYTES, DecodedBatch, decode_groups
+from rolloutmq.bus.consumer.batch_reader import BatchReader
+from rolloutmq.bus.encoding.codec import encode_group, encode_tables, header_of
 from rolloutmq.bus.shm.arena import Arena
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.wire.envelope import ArenaRef, ColumnTable
@@ -62,7 +62,7 @@ class Shared:
             generation=1,
             step=1,
             groups=tuple(deliveries),
-            tables=tuple(self.tables),
+            tables=encode_tables(tuple(self.tables)),
             arenas=(self.arena.ref,),
         )
 
@@ -159,9 +159,9 @@ def test_small_groups_are_copied_together_but_not_too_many(shared: Shared) -> No
     placed = [shared.put(group_of(number, 500)) for number in range(200)]
     copied: list[int] = []
 
-    def copy(source: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    def copy(source: memoryview) -> NDArray[np.uint8]:
         copied.append(source.nbytes)
-        return source.copy()
+        return np.frombuffer(source, np.uint8).copy()
 
     arena = memoryview(shared.arena.memory)
     groups, _, _ = decode_groups(shared.batch(placed), [], [arena], copy)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from rolloutmq.bus.encoding import codec, topics
-from rolloutmq.bus.encoding.codec import encode_group
+from rolloutmq.bus.encoding.codec import encode_group, encode_tables
 from rolloutmq.bus.producer.spool import Spool
 from rolloutmq.bus.transport import sockets
 from rolloutmq.bus.transport.sockets import Channel
@@ -295,7 +295,7 @@ def leased(groups: list[Group], lease: int = 1, spoil: tuple[str, ...] = (), **m
             generation=4,
             step=more.pop("step", 11),
             groups=tuple(deliveries),
-            tables=tuple(tables.values()),
+            tables=encode_tables(tuple(tables.values())),
             **more,
         ),
         frames,

@@ -100,6 +100,25 @@ async def test_unanswered_request_is_sent_again(address: str) -> None:
     assert len(seen) == 3
 
 
+async def test_each_of_several_requests_is_repeated_after_its_own_pause(address: str) -> None:
+    def answer(request: Request) -> list[bytes] | None:
+        return _echo_progress(request) if [r for r in seen if r == request][2:] else None
+
+    with broker(address, answer) as seen:
+        async with BrokerClient(address) as client:
+            beats = [ConsumerBeat(consumer="c", progress=number) for number in range(4)]
+            pauses = 60.0, 0.2, 0.05, 0.1
+            asked = [
+                asyncio.create_task(client.request(beat, 60.0, pause_s))
+                for beat, pause_s in zip(beats, pauses, strict=True)
+            ]
+            replies = await asyncio.gather(*asked[1:])
+            asked[0].cancel()
+            await asyncio.wait(asked[:1])
+    assert [r.queued_sequences for r in replies if isinstance(r, NoBatch)] == [1, 2, 3]
+    assert seen.count(beats[0]) == 1
+
+
 async def test_broker_that_comes_late_answers(address: str) -> None:
     async with BrokerClient(address) as client:
         asked = asyncio.create_task(client.request(GetInfo()))

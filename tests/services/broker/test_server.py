@@ -132,7 +132,7 @@ class Peer:
         )
         reply, frames = self.client.request_frames(pull, timeout_s=2 * LIMIT_S)
         batch = _is(Batch, reply)
-        tables = {table.id: table for table in batch.tables}
+        tables = {table.id: table for table in codec.decode_tables(batch.tables)}
         groups = []
         for delivery in batch.groups:
             own, frames = frames[: delivery.header.frames], frames[delivery.header.frames :]

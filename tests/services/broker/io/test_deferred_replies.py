@@ -1,8 +1,11 @@
 from dataclasses import dataclass
 
+from rolloutmq.bus.encoding.codec import encode_tables
 from rolloutmq.schemas.wire.replies import Ack, Batch, Ok, Settled, Wait
 from rolloutmq.services.broker.actions import Action, Publish, Reply, Unbury
 from rolloutmq.services.broker.io.deferred_replies import DEFERRED_LIMIT, DeferredReplies
+
+NO_TABLES = encode_tables(())
 
 
 @dataclass
@@ -72,7 +75,7 @@ def test_memory_is_bounded_while_nothing_becomes_durable() -> None:
 
 def test_who_asks_again_for_a_batch_gets_it_once() -> None:
     held = DeferredReplies()
-    batch = Batch(lease=1, generation=1, step=0, groups=(), tables=())
+    batch = Batch(lease=1, generation=1, step=0, groups=(), tables=NO_TABLES)
     replies = [
         Reply((who, b"%d" % number, b""), batch) for number, who in enumerate((b"a", b"a", b"b", b"a"))
     ]
@@ -104,7 +107,7 @@ def test_where_the_way_is_closed_all_waits_for_everything() -> None:
 
 def test_a_batch_that_is_asked_for_again_may_wait_for_more_than_before() -> None:
     held = DeferredReplies()
-    reply = Reply((b"a", b"", b""), Batch(lease=1, generation=1, step=0, groups=(), tables=()))
+    reply = Reply((b"a", b"", b""), Batch(lease=1, generation=1, step=0, groups=(), tables=NO_TABLES))
     held.defer(Tickets(ticket=7, priority_ticket=5), reply)
     held.defer(Tickets(ticket=8, priority_ticket=5, priority_open=False), reply)
     assert held.urgent
@@ -115,7 +118,7 @@ def test_a_batch_that_is_asked_for_again_may_wait_for_more_than_before() -> None
 
 def test_the_waits_of_trainers_are_counted_once_for_each() -> None:
     held = DeferredReplies()
-    settled, batch = Settled(step=1), Batch(lease=1, generation=1, step=2, groups=(), tables=())
+    settled, batch = Settled(step=1), Batch(lease=1, generation=1, step=2, groups=(), tables=NO_TABLES)
     held.hold(1, Reply((b"a",), settled, awaited=True), 10.0)
     held.hold(2, Reply((b"a",), batch, awaited=True), 11.0)
     held.hold(2, Reply((b"b",), batch, awaited=True), 12.0)
