@@ -66,6 +66,8 @@ _NOBLOCK: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.SNDMORE)
 _READABLE: Final = int(zmq.POLLIN)
 """As plain integers: operators of an enumeration cost as much as a call of the library."""
+_send: Final = zmq.backend.Socket.send
+"""Without the layer of `zmq.Socket.send` above it, which serves kinds of sockets that the bus has not."""
 _ONE_WAY: Final = frozenset({zmq.PUB, zmq.SUB, zmq.XPUB, zmq.XSUB})
 
 
@@ -355,8 +357,8 @@ def send_frames(socket: Socket, frames: Sequence[Any], *, copy: bool = True) -> 
     Without the checks of `send_multipart`, which cost more than a small message.
     """
     for frame in frames[:-1]:
-        socket.send(frame, _MORE | _NOBLOCK, copy=copy)
-    socket.send(frames[-1], _NOBLOCK, copy=copy)
+        _send(socket, frame, _MORE | _NOBLOCK, copy)
+    _send(socket, frames[-1], _NOBLOCK, copy)
 
 
 def receive_frames(socket: Socket) -> list[zmq.Frame]:
