@@ -1,5 +1,6 @@
 """Actions: the core's instructions to the data plane. The core itself touches no socket and no file."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,6 +12,8 @@ from rolloutmq.services.broker.journal.stored_group import StoredGroup
 
 Route = tuple[bytes, ...]
 """Return address of a request: opaque to the core."""
+Answer = Callable[[Route, replies.Reply, tuple[Any, ...]], object]
+"""Sends a reply and its frames to a route."""
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -87,6 +90,8 @@ class Outbox:
         self._actions: list[Action] = []
         self.muted = False
         """Events of an earlier life are being applied: its dead letters were written then."""
+        self.answer: Answer | None = None
+        """Takes each reply as it is made, ahead of what the call has yet to count; None: replies are actions."""
 
     def reply(
         self,
@@ -97,7 +102,10 @@ class Outbox:
         durable: bool = False,
         awaited: bool = False,
     ) -> None:
-        self._actions.append(Reply(route, message, frames, durable, awaited))
+        if self.answer is not None:
+            self.answer(route, message, frames)
+        else:
+            self._actions.append(Reply(route, message, frames, durable, awaited))
 
     def bury(self, group: StoredGroup, frames: tuple[Any, ...] | None, reason: str) -> None:
         self._actions.append(Bury(group, frames, reason))

@@ -57,7 +57,7 @@ from rolloutmq.schemas.wire.requests import (
     Sync,
 )
 from rolloutmq.schemas.wire.tasks import AwaitTasks, CancelTasks, HandBack, SubmitTasks, TakeTasks
-from rolloutmq.services.broker.actions import Action, Publish, Route
+from rolloutmq.services.broker.actions import Action, Answer, Publish, Route
 from rolloutmq.services.broker.broker_state import BrokerState
 from rolloutmq.services.broker.flow.arenas import OpenArena
 from rolloutmq.services.broker.invariants import check_invariants
@@ -170,10 +170,21 @@ class BrokerCore:
             now: Monotonic seconds.
             wall: Seconds since the epoch.
         """
-        if self._producers.ingest(envelope, frames, now, wall) and self._state.consumers.any_waiting:
-            self._consumers.serve(now, wall)
+        arrived = self._producers.accept(envelope, frames, now, wall)
+        if arrived is not None:
+            if arrived.accepted:
+                self._consumers.serve(now, wall)
+            self._producers.count(arrived)
         self._tasks.serve(now)
         return self._state.outbox.take()
+
+    def answer_by(self, answer: Answer) -> None:
+        """Hand each reply to a function as soon as it is made, instead of returning it among the actions.
+
+        A peer waits for it, and the rest of the call can wait. For a data plane without a journal: nothing that a reply
+        reports has to become durable before.
+        """
+        self._state.outbox.answer = answer
 
     def bound(self, endpoints: Endpoints) -> None:
         """Tell clients these addresses from now on."""
@@ -270,7 +281,7 @@ class BrokerCore:
             self._sweep_due,
             self._grant_due,
             self._consumers.next_deadline(),
-            state.builder.deadline(now) if state.consumers.any_waiting else math.inf,
+            state.builder.deadline(now) if state.consumers.pulls else math.inf,
             state.workers.next_due(),
         )
 

@@ -38,7 +38,7 @@ from rolloutmq.services.broker.batches.drop import GroupDropper
 from rolloutmq.services.broker.batches.exact import Counts, LaneSupply, compose, compose_below
 from rolloutmq.services.broker.batches.staleness import StalenessRule
 from rolloutmq.services.broker.journal.format.events import GroupState
-from rolloutmq.services.broker.journal.stored_group import StoredGroup
+from rolloutmq.services.broker.journal.stored_group import StoredGroup, out_of_memory
 from rolloutmq.services.broker.state.batch_share import BatchShare
 from rolloutmq.services.broker.state.groups import Stream
 from rolloutmq.services.broker.state.queues import Lane, Lanes
@@ -51,16 +51,16 @@ _order: Final = attrgetter("order")
 class BatchPlan(msgspec.Struct):
     """Groups taken from the queues for one step, oldest first."""
 
-    groups: Sequence[StoredGroup]
+    share: BatchShare
     short: bool = False
-    _share: BatchShare | None = None
 
     @property
-    def share(self) -> BatchShare:
-        """The groups, with what they are together."""
-        if self._share is None:
-            self._share = BatchShare(self.groups)
-        return self._share
+    def groups(self) -> Sequence[StoredGroup]:
+        return self.share.groups
+
+    @classmethod
+    def of(cls, groups: Sequence[StoredGroup], *, short: bool = False) -> "BatchPlan":
+        return cls(BatchShare(groups), short)
 
 
 class BatchBuilder:
@@ -89,38 +89,35 @@ class BatchBuilder:
 
     def build(self, stream: Stream, pull: Pull, now: float, wall: float) -> BatchPlan | Wait:
         """Take exactly `pull.sequences`, or at most `pull.tokens` or `pull.groups`, or return the reason to wait."""
+        queue = self._lanes.of_split(pull.split)
         while not self.closed:
-            plan = self._take_suspect(pull) or self._compose(stream, pull, now)
+            plan = self._take_suspect(pull) if queue.suspected else self._compose(queue, stream, pull, now)
             if isinstance(plan, Wait):
                 return plan
             share = plan.share
             age = self._staleness.age(share, pull.version)
-            stale = self._staleness.too_stale(share, age)
-            try:
-                damaged = [
-                    group
-                    for group in plan.groups
-                    if not (group.body.in_memory or group in stale or group.body.load())
-                ]
-            except JournalWaitsError:
-                self._lanes.put_back(plan.groups)
-                return Wait.JOURNAL_SLOW
+            stale = self._staleness.too_stale(share, age) if age.exceeds else []
+            damaged: list[StoredGroup] = []
+            if away := out_of_memory(share.groups):
+                try:
+                    damaged = [group for group in away if not (group in stale or group.body.load())]
+                except JournalWaitsError:
+                    self._lanes.put_back(plan.groups)
+                    return Wait.JOURNAL_SLOW
             if not stale and not damaged:
                 self._no_fit_since.pop(stream, None)
                 if not pull.window:  # those of a window are recorded when they are settled
                     self._staleness.record(share, age)
-                self._note_shares(pull, share)
+                if len(queue.lanes) > 1:
+                    self._note_shares(queue, pull, share)
                 return plan
             self._lanes.put_back(plan.groups)
             self._dropper.drop(stale, GroupState.EXPIRED, "stale", wall)
             self._dropper.drop(damaged, GroupState.DEAD, "damaged", wall)
         return Wait.END_OF_REPLAY
 
-    def _note_shares(self, pull: Pull, share: BatchShare) -> None:
+    def _note_shares(self, queue: SplitQueue[Lane], pull: Pull, share: BatchShare) -> None:
         """Note what each lane gave to a batch, and what it is owed from now on."""
-        queue = self._lanes.of_split(pull.split)
-        if len(queue.lanes) < 2:
-            return
         taken: dict[Lane, int]
         if pull.tokens:
             taken = defaultdict(int)
@@ -130,15 +127,14 @@ class BatchBuilder:
             taken = {self._lanes.of(totals.first): totals.sequences for totals in share.lanes}
         queue.served(taken)
 
-    def _take_suspect(self, pull: Pull) -> BatchPlan | None:
-        """Take the oldest suspect, if there is one: its next failure must not count against other groups."""
+    def _take_suspect(self, pull: Pull) -> BatchPlan:
+        """Take the oldest suspect of a split with some: its next failure must not count against other groups."""
         suspect = self._lanes.suspect(pull.split)
-        if suspect is None:
-            return None
+        assert suspect is not None
         self._lanes.of(suspect).remove(suspect)
         least = pull.tokens or pull.sequences
         got = suspect.header.tokens if pull.tokens else suspect.header.sequences
-        return BatchPlan([suspect], short=got < least)
+        return BatchPlan.of([suspect], short=got < least)
 
     def is_too_stale(self, group: StoredGroup, version: PolicyVersion) -> bool:
         """Return whether a pull at a policy would drop a group."""
@@ -162,11 +158,11 @@ class BatchBuilder:
         self._no_fit_since.clear()
         self._short_since.clear()
 
-    def _compose(self, stream: Stream, pull: Pull, now: float) -> BatchPlan | Wait:
-        queue = self._lanes.of_split(pull.split)
+    def _compose(self, queue: SplitQueue[Lane], stream: Stream, pull: Pull, now: float) -> BatchPlan | Wait:
         if pull.groups:
             return _take_alike(queue, pull) or self._compose_as_they_come(queue, pull.groups)
-        if _too_few_queued(queue, pull):
+        queued = queue.queued
+        if queued.tokens < pull.tokens if pull.tokens else queued.sequences < pull.sequences:
             self._no_fit_since.pop(stream, None)
             return Wait.NO_BATCH
         if (alike := _take_alike(queue, pull)) is not None:
@@ -187,7 +183,7 @@ class BatchBuilder:
         for group in groups:
             self._lanes.of(group).remove(group)
         groups.sort(key=_order)
-        return BatchPlan(groups) if groups else Wait.NO_BATCH
+        return BatchPlan.of(groups) if groups else Wait.NO_BATCH
 
     def _compose_few(self, queue: SplitQueue[Lane], floors: Floors, pull: Pull) -> BatchPlan | None:
         """Take an exact batch from the lanes owed most; None if they have none, or if all lanes are few."""
@@ -217,10 +213,10 @@ class BatchBuilder:
         lane.remove(group)
         rest = pull.sequences - group.header.sequences
         if rest < 0:
-            return BatchPlan([group])
+            return BatchPlan.of([group])
         others = self._complete(queue, rest, pull.world_size - 1)
         if others is not None:
-            return BatchPlan(sorted([group, *others], key=lambda one: one.order))
+            return BatchPlan.of(sorted([group, *others], key=lambda one: one.order))
         self._lanes.put_back([group])
         if isinstance(plan, BatchPlan):
             for one in plan.groups:
@@ -278,7 +274,7 @@ class BatchBuilder:
         for group in groups:
             self._lanes.of(group).remove(group)
         groups.sort(key=_order)
-        return BatchPlan(groups)
+        return BatchPlan.of(groups)
 
     def _floors(self, lanes: Iterable[Lane], pull: Pull, now: float) -> Floors | None:
         """Return the floors of lanes with a minimum share; None if one cannot meet it yet and is not silent."""
@@ -318,7 +314,7 @@ class BatchBuilder:
                 if number:
                     groups += candidate.lane.take(size, number).groups
         groups.sort(key=_order)
-        return BatchPlan(groups)
+        return BatchPlan.of(groups)
 
 
 def _take_alike(queue: SplitQueue[Lane], pull: Pull) -> BatchPlan | None:
@@ -338,8 +334,7 @@ def _take_alike(queue: SplitQueue[Lane], pull: Pull) -> BatchPlan | None:
         count, rest = divmod(pull.sequences, size)
         if rest or not pull.world_size <= count <= len(queued):
             return None
-    share = lane.take(size, count)
-    return BatchPlan(share.groups, _share=share)
+    return BatchPlan(lane.take(size, count))
 
 
 def _sequences(group: StoredGroup) -> int:
@@ -367,13 +362,6 @@ def _turn_key(candidate: tuple[Lane, StoredGroup]) -> tuple[float, int]:
 
 def _group_count(counts: list[Counts]) -> int:
     return sum(sum(lane.values()) for lane in counts)
-
-
-def _too_few_queued(queue: SplitQueue[Lane], pull: Pull) -> bool:
-    """Return whether the lanes hold less than a batch."""
-    if pull.tokens:
-        return queue.queued.tokens < pull.tokens
-    return queue.queued.sequences < pull.sequences
 
 
 def _queued_sequences(lane: Lane) -> int:

@@ -71,11 +71,6 @@ class WaitingPull(msgspec.Struct, eq=False):
     counted_at: float
     wait: Wait = Wait.NO_BATCH
 
-    @property
-    def blocks(self) -> bool:
-        """Whether a trainer does nothing until it is answered: with a window, it works on the groups that it holds."""
-        return self.pull.split is Split.TRAIN and not self.pull.window
-
 
 class VainPoll(msgspec.Struct, eq=False):
     """A poll of a trainer that got no batch and does not wait.
@@ -105,7 +100,8 @@ class Consumers:
 
     def __init__(self) -> None:
         self._consumers: dict[str, Consumer] = {}
-        self._waiting: dict[str, WaitingPull] = {}
+        self.pulls: dict[str, WaitingPull] = {}
+        """The waiting pull of each consumer, in the order of arrival."""
         self._polled: dict[str, VainPoll] = {}
         self._resumed: dict[str, tuple[PolicyVersion, set[str]]] = {}
         self._settled: dict[str, PolicyVersion] = {}
@@ -228,17 +224,13 @@ class Consumers:
 
     def wait(self, waiting: WaitingPull) -> WaitingPull | None:
         """Let a pull wait; return the waiting pull of the same consumer it replaces."""
-        previous = self._waiting.pop(waiting.pull.consumer, None)
-        self._waiting[waiting.pull.consumer] = waiting
+        previous = self.pulls.pop(waiting.pull.consumer, None)
+        self.pulls[waiting.pull.consumer] = waiting
         return previous
 
     def waiting(self) -> Iterator[WaitingPull]:
-        """Yield the waiting pulls in the order of arrival."""
-        return iter(list(self._waiting.values()))
-
-    @property
-    def any_waiting(self) -> bool:
-        return bool(self._waiting)
+        """Yield the waiting pulls in the order of arrival; each may end meanwhile."""
+        return iter(list(self.pulls.values()))
 
     @property
     def any_polled(self) -> bool:
@@ -248,7 +240,7 @@ class Consumers:
     @property
     def any_unserved(self) -> bool:
         """Whether a trainer waits for a batch, or polled in vain a moment ago; a consumer of split `eval` is none."""
-        return bool(self._polled) or any(one.pull.split is Split.TRAIN for one in self._waiting.values())
+        return bool(self._polled) or any(one.pull.split is Split.TRAIN for one in self.pulls.values())
 
     def polled(self, pull: Pull, now: float) -> None:
         """Note that a trainer got no batch and does not wait."""
@@ -281,7 +273,7 @@ class Consumers:
             del self._polled[name]
 
     def stop_waiting(self, consumer: str) -> WaitingPull | None:
-        return self._waiting.pop(consumer, None)
+        return self.pulls.pop(consumer, None)
 
     def silent_since(self, name: str, moment: float) -> bool:
         """Return whether a consumer gave no sign of life since `moment`, or is unknown."""
@@ -291,7 +283,7 @@ class Consumers:
     def sweep(self, moment: float, holders: set[str]) -> None:
         """Forget consumers that gave no sign since `moment` and neither wait nor hold a lease."""
         for name in [n for n, c in self._consumers.items() if c.heard_at <= moment]:
-            if name not in holders and name not in self._waiting:
+            if name not in holders and name not in self.pulls:
                 self._remember(name)
                 del self._consumers[name]
                 self._polled.pop(name, None)
@@ -299,7 +291,7 @@ class Consumers:
     def clear(self) -> None:
         """Forget all consumers; the caller has answered the waiting ones."""
         self._consumers.clear()
-        self._waiting.clear()
+        self.pulls.clear()
         self._polled.clear()
         self._resumed.clear()
         self._settled.clear()

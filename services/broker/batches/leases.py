@@ -37,19 +37,19 @@ class RankShard(msgspec.Struct, eq=False):
     """One rank's shard of a lease.
 
     Attributes:
+        share: Its groups, with what they are together.
         consumer: The consumer that pulled it; empty until then.
         progress_at: When the rank last showed progress; before its pull, when the lease began.
         settle: The rank's settlement; None until then.
         handed_at: When a consumer last pulled it, wall-clock seconds; NaN until then and in a later life of the broker.
     """
 
-    groups: Sequence[StoredGroup]
+    share: BatchShare
     progress_at: float
     consumer: str = ""
     request_id: str = ""
     settle: Settle | None = None
     handed_at: float = math.nan
-    _share: BatchShare | None = None
     _outcomes: list[Outcome] | None = None
 
     def settled_by(self, settle: Settle) -> bool:
@@ -70,11 +70,8 @@ class RankShard(msgspec.Struct, eq=False):
         return self._outcomes
 
     @property
-    def share(self) -> BatchShare:
-        """Its groups, for their hops."""
-        if self._share is None or self._share.groups is not self.groups:
-            self._share = BatchShare(self.groups)
-        return self._share
+    def groups(self) -> Sequence[StoredGroup]:
+        return self.share.groups
 
 
 class Lease(msgspec.Struct, eq=False, kw_only=True):
@@ -126,8 +123,8 @@ class Lease(msgspec.Struct, eq=False, kw_only=True):
             return
         groups = has = 0
         for part in self.parts:
-            groups += len(part.groups)
             for totals in part.share.lanes:
+                groups += totals.groups
                 has += totals.tokens if self.tokens else totals.sequences
         if self.rewound or groups <= 1:
             self.over = has > (self.tokens or self.sequences)
@@ -217,7 +214,7 @@ class Window:
         part = lease.parts[0]
         left = [group for group in part.groups if id(group) not in groups]
         self.held -= len(part.groups) - len(left)
-        part.groups = left
+        part.share = BatchShare(left)
 
     def answer(self, request_id: str) -> Lease | None:
         """Return the lease that a request got before, or else one that no consumer has pulled yet."""
@@ -328,8 +325,10 @@ class Leases:
 
     def open(self, lease: Lease) -> None:
         """Add a new lease, or one of an earlier life."""
-        self.last_number = max(self.last_number, lease.number)
-        self.generation = max(self.generation, lease.generation)
+        if lease.number > self.last_number:
+            self.last_number = lease.number
+        if lease.generation > self.generation:
+            self.generation = lease.generation
         lease.measure()
         self._open[lease.number] = lease
         if lease.window:
@@ -409,7 +408,7 @@ class Leases:
             version=max(lease.version for lease in sources),
             sequences=0,
             window=first.window,
-            parts=[RankShard(share.groups, progress_at, _share=share)],
+            parts=[RankShard(share, progress_at)],
             rewound=first.rewound,
             moments=sources[-1].moments,
         )

@@ -156,6 +156,10 @@ class RewindBuffer:
         queue = self._queues.get(stream)
         return queue[0] if queue else None
 
+    def has_next(self, stream: Stream) -> bool:
+        """Return whether a batch is on the rewind queue."""
+        return bool(self._queues.get(stream))
+
     def take(self, stream: Stream, orders: list[int], *, window: bool) -> RewoundBatch | None:
         """Remove and return the batch of exactly these groups; None if it is not there.
 

@@ -80,7 +80,9 @@ class GroupTransitions:
 
         In a window an accused group comes before both.
         """
-        again = None if self._is_accused_first(stream, pull) else self._next_rewound(stream, wall)
+        again: RewoundBatch | Wait | None = None
+        if self._rewind_buffer.has_next(stream) and not self._is_accused_first(stream, pull):
+            again = self._next_rewound(stream, wall)
         if isinstance(again, Wait):
             return again
         if again is not None:
@@ -92,13 +94,13 @@ class GroupTransitions:
             plan = self._builder.build(stream, pull, now, wall)
             if isinstance(plan, Wait):
                 return plan
-            one, short = plan.share, plan.short
-            moments = {totals.first.env: self._lanes.of(totals.first).rewards for totals in one.lanes}
-            shares = [one]
+            shares, short, moments = [plan.share], plan.short, {}
+            for totals in plan.share.lanes:
+                moments[totals.first.env] = self._lanes.of(totals.first).rewards
             if pull.world_size > 1:
-                shares = [BatchShare(groups) for groups in shard(one.groups, pull.world_size)]
+                shares = [BatchShare(groups) for groups in shard(plan.groups, pull.world_size)]
         lease = Lease(
-            number=self._leases.next_number(),
+            number=self._leases.last_number + 1,
             generation=self._leases.next_generation(),
             stream=stream,
             step=pull.step,
@@ -106,7 +108,7 @@ class GroupTransitions:
             sequences=pull.sequences,
             tokens=pull.tokens,
             window=pull.window,
-            parts=[RankShard(share.groups, now, _share=share) for share in shares],
+            parts=[RankShard(share, now) for share in shares],
             short=short,
             rewound=again is not None,
             moments=moments,
@@ -160,12 +162,13 @@ class GroupTransitions:
     def apply_lease(self, lease: Lease) -> None:
         """Count the groups of a new lease, which were taken from their queues, as leased."""
         for part in lease.parts:
-            for group in part.groups:
+            groups = part.share.groups
+            for group in groups:
                 group.deliveries += 1
             if not lease.rewound:
                 for totals in part.share.lanes:
                     self._lanes.of(totals.first).leased.count(totals)
-            self._ledger.move(GroupState.QUEUED, GroupState.LEASED, len(part.groups))
+            self._ledger.move(GroupState.QUEUED, GroupState.LEASED, len(groups))
         self._leases.open(lease)
 
     def carve(self, share: BatchShare, sources: Collection[int], consumer: str, request_id: str) -> Lease:

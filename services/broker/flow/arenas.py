@@ -103,9 +103,12 @@ class ProducerArena:
         self.over = False
         return not self.closed
 
-    def has(self, offset: int, nbytes: int) -> bool:
-        """Return whether a range lies within the open arena."""
-        return not self.closed and offset + nbytes <= self.ref.nbytes
+    def has(self, offsets: Sequence[int], headers: Sequence[GroupHeader]) -> bool:
+        """Return whether groups at these offsets lie within the open arena."""
+        if self._mapped is None:
+            return False
+        end = self.ref.nbytes
+        return not any([offset + one.nbytes > end for offset, one in zip(offsets, headers, strict=True)])
 
     def take(
         self, headers: Sequence[GroupHeader], offsets: Sequence[int], env: str

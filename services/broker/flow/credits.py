@@ -22,7 +22,7 @@ The sums of granted bytes and rollouts are kept here, in one place: `charge`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Final
 
@@ -35,6 +35,7 @@ from rolloutmq.schemas.wire.replies import Wait
 from rolloutmq.services.broker.flow.credit_windows import CreditWindows
 from rolloutmq.services.broker.flow.sessions import ProducerSession, ProducerSessions
 from rolloutmq.services.broker.state.queues import Lane, Lanes
+from rolloutmq.services.broker.state.split_queue import GroupSums
 
 STALL_S: Final = 0.5
 """A producer with credit that sends nothing for this long may hold a group larger than its window."""
@@ -201,14 +202,14 @@ class ByteCredits:
         session.lane.granted += more_starts
         session.lane.granted_bytes += more_bytes
 
-    def covers(self, session: ProducerSession, headers: Sequence[GroupHeader]) -> bool:
+    def covers(self, session: ProducerSession, sums: GroupSums) -> bool:
         """Return whether the credit of a session plainly covers its next groups: then none has a `refusal`."""
-        last, largest = headers[-1], self.largest
-        end = session.window.nbytes + sum([header.nbytes for header in headers])
+        granted = session.granted_bytes  # which is never above what was promised
         return (
-            max(last.position, end) <= session.granted_bytes  # which is never above what was promised
-            and self._lanes.held_groups + len(headers) <= self._config.high_groups
-            and all([header.nbytes <= largest for header in headers])
+            sums.headers[-1].position <= granted
+            and session.window.nbytes + sums.nbytes <= granted
+            and self._lanes.held_groups + sums.groups <= self._config.high_groups
+            and sums.largest <= self._windows.largest
         )
 
     def refusal(self, session: ProducerSession, header: GroupHeader) -> str:

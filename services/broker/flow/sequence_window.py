@@ -66,15 +66,11 @@ class SequenceWindow:
                 return False
         return not self._above
 
-    def accept_all(self, headers: Sequence[GroupHeader], nbytes: int) -> None:
-        """Remember one group without a `refusal`, or several that are the next ones; `nbytes` together."""
-        if len(headers) == 1:
-            (header,) = headers
-            self.accept(header.seq, header.position, nbytes)
-            return
-        self.accepted += len(headers)
+    def follow(self, groups: int, nbytes: int) -> None:
+        """Remember groups for which `is_next` holds; `nbytes` together."""
+        self.accepted += groups
         self.nbytes += nbytes
-        self.cumulative += len(headers)
+        self.cumulative += groups
         self._position += nbytes
 
     def accept(self, seq: int, position: int, nbytes: int) -> None:

@@ -6,7 +6,7 @@ session of a producer is current; opening another fences it. The last `IDLE_SESS
 fenced by their number alone.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from typing import Final
 
 from rolloutmq.bus.encoding import topics
@@ -146,9 +146,9 @@ class ProducerSession:
         """Publish an ack soon, together with later changes."""
         self._touched.later.setdefault(self.number, (now, self))
 
-    def arena_has(self, offset: int, header: GroupHeader) -> bool:
-        """Return whether a group can lie at this offset of the session's arena."""
-        return self.arena is not None and self.arena.has(offset, header.nbytes)
+    def arena_has(self, offsets: Sequence[int], headers: Sequence[GroupHeader]) -> bool:
+        """Return whether groups can lie at these offsets of the session's arena."""
+        return self.arena is not None and self.arena.has(offsets, headers)
 
     @property
     def evaluates(self) -> bool:

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -23,7 +23,7 @@ import msgspec
 import zmq
 
 from rolloutmq.bus.encoding import codec, topics
-from rolloutmq.bus.transport.sockets import Socket
+from rolloutmq.bus.transport.sockets import Socket, send_frames
 from rolloutmq.schemas.errors import MalformedError, WireError
 from rolloutmq.schemas.files import DroppedGroup, SettledBatch
 from rolloutmq.schemas.wire.control import Requeue
@@ -210,7 +210,11 @@ class DataPlane:
         self._max_group_bytes = max_group_bytes
         self._admission = Admission(journal, max_group_bytes)
         self._wake = wake
+        self._wake_fd = wake.fileno()
+        self._ingests = sockets.ingests
         self._stopping = False
+        if journal is None:
+            core.answer_by(self._send_reply)
         self._poller = zmq.Poller()
         self._poller.register(self._wake, zmq.POLLIN)
         for socket in (sockets.serve, sockets.events, sockets.publish):
@@ -271,34 +275,36 @@ class DataPlane:
 
     def _accepts_groups(self) -> bool:
         """Return whether `ingest` may be read now."""
-        return self.core.reading() and not self._journal_full()
+        return self.core.reading() and (self._journal is None or not self._journal_full(self._journal))
 
-    def _journal_full(self) -> bool:
-        return self._journal is not None and (self._journal.full or self._admission.blocked)
+    def _journal_full(self, journal: Journal) -> bool:
+        return journal.full or self._admission.blocked
 
     def _pause_reason(self) -> str:
-        return "journal_slow" if self._journal_full() else "global_full"
+        journal = self._journal
+        return "journal_slow" if journal is not None and self._journal_full(journal) else "global_full"
 
     def _round(self, readable: set[object]) -> None:
         sockets = self._sockets
-        if self._wake.fileno() in readable:
+        if self._wake_fd in readable:
             self._wake.clear()
-        self._open_door()
+        if self._door is not None:
+            self._open_door(self._door)
         if sockets.serve in readable:
             self._burst(sockets.serve, self._serve_one)
         if sockets.events in readable:
             self._burst(sockets.events, self._events_one)
         if sockets.publish in readable:
             self._burst(sockets.publish, self._publish_one)
-        for socket in sockets.ingests:
-            if socket in readable or self._admission:
+        held_up = self._journal is not None and bool(self._admission)
+        for socket in self._ingests:
+            if held_up or socket in readable:
                 self._ingest(socket, BURST_MESSAGES, BURST_BYTES)
 
-    def _open_door(self) -> None:
+    def _open_door(self, door: Door) -> None:
         """Answer who may enter: clients wait for it with their first message."""
-        if self._door is not None:
-            for reason in self._door.look(time.monotonic()):
-                self._reject(f"listen: {reason}")
+        for reason in door.look(time.monotonic()):
+            self._reject(f"listen: {reason}")
 
     def _tick(self, due: float) -> float:
         """Do the core's periodic work, if some is due; return when the next is."""
@@ -396,11 +402,13 @@ class DataPlane:
 
     def _ingest(self, socket: Socket, messages: int, nbytes: int) -> None:
         """Accept up to that much of the groups that have arrived at a socket."""
-        until = time.monotonic() + BURST_S
+        until, is_open = time.monotonic() + BURST_S, self._admission.is_open
         try:
-            while messages > 0 and nbytes > 0 and self._accepts_groups() and time.monotonic() < until:
+            while (
+                messages > 0 and nbytes > 0 and self._accepts_groups() and (now := time.monotonic()) < until
+            ):
                 messages -= 1
-                if not self._admission:
+                if is_open or not self._admission:
                     try:
                         message = receive(socket, self._max_group_bytes)
                         nbytes -= message.nbytes
@@ -411,17 +419,14 @@ class DataPlane:
                     if socket is not self._sockets.ingest and not self._may_deliver(message, envelope):
                         continue
                     messages -= len(envelope.groups) - 1
-                    if self._admission.is_open:
-                        self._accept(envelope, message.frames)
+                    if is_open:
+                        self._perform(self.core.ingest(envelope, message.frames, now, time.time()))
                         continue
                     self._admission.put(envelope, message.frames)
                 for admitted, frames in self._admission.take():
-                    self._accept(admitted, frames)
+                    self._perform(self.core.ingest(admitted, frames, now, time.time()))
         except zmq.Again:
             return
-
-    def _accept(self, envelope: Envelope, frames: Sequence[Any]) -> None:
-        self._perform(self.core.ingest(envelope, frames, time.monotonic(), time.time()))
 
     def _may_deliver(self, message: Arrival, envelope: Envelope) -> bool:
         """Return whether groups that came by the listener are of a producer of their key; count them if not."""
@@ -606,7 +611,7 @@ class DataPlane:
 
     def _send_reply(self, route: Route, message: ReplyMessage, frames: tuple[Any, ...] = ()) -> None:
         try:
-            self._sockets.serve.send_multipart([*route, codec.encode(message), *frames], zmq.NOBLOCK)
+            send_frames(self._sockets.serve, (*route, codec.encode(message), *frames))
         except zmq.ZMQError as error:
             if error.errno not in {errno.EHOSTUNREACH, errno.EAGAIN}:
                 raise

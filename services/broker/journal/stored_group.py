@@ -5,6 +5,7 @@ The memory may be a slot in the producer's arena, which the producer reuses as s
 journal has written it. All methods belong to the thread of the data plane; only `place` is set by the commit thread.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -240,3 +241,8 @@ class StoredGroup(msgspec.Struct, eq=False):
             at=self.accepted_wall,
             requeued=self.requeued,
         )
+
+
+def out_of_memory(groups: Sequence[StoredGroup]) -> list[StoredGroup]:
+    """Return the groups whose bodies are not in memory."""
+    return [group for group in groups if group.body._frames is None]

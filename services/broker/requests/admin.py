@@ -210,7 +210,9 @@ class AdminRequests:
         group.requeued = True
         group.accepted_at, group.accepted_wall = now, wall
         lane = state.lanes.open(group.env, group.split, now)
-        state.admit([group], GroupSums.of([group.header]), lane, now)
+        sums = GroupSums.of([group.header])
+        state.admit([group], sums, lane, now)
+        lane.count(sums, now)
         state.events.add(group)
         return ""
 

@@ -220,7 +220,7 @@ class ConsumerRequests:
     def serve(self, now: float, wall: float) -> None:
         """Answer every waiting pull that has a batch now."""
         consumers = self._state.consumers
-        for waiting in consumers.waiting():
+        for waiting in list(consumers.pulls.values()):
             if self._answered(waiting, now, wall):
                 consumers.stop_waiting(waiting.pull.consumer)
             elif waiting.wait is Wait.END_OF_REPLAY:
@@ -228,48 +228,52 @@ class ConsumerRequests:
 
     def _answered(self, waiting: WaitingPull, now: float, wall: float) -> bool:
         state, pull = self._state, waiting.pull
-        if (error := self._contradiction(waiting, now, wall)) is not None:
-            self._count(waiting, now)
-            state.outbox.reply(waiting.route, error)
-            return True
-        if waiting.wait is Wait.STEP_MISMATCH:
-            return False
-        last = state.leases.last_number  # the groups of a lease with a higher number were loaded just now
+        if pull.world_size > 1 or state.leases.void:
+            if (error := self._contradiction(waiting, now, wall)) is not None:
+                self._count(waiting, now)
+                state.outbox.reply(waiting.route, error)
+                return True
+            if waiting.wait is Wait.STEP_MISMATCH:
+                return False
+        last = state.leases.last_number
         lease = self._lease(waiting, now, wall)
         if isinstance(lease, Wait):
             self._hold(waiting, self._cap(lease, pull.split), now)
             return False
+        if lease.number > last:  # made for this pull, of groups that were loaded just now
+            self._hand_out(waiting, lease, lease.parts[pull.rank], now, wall)
+            self._note_lease(lease)
+            return True
         part = lease.parts[pull.rank] if lease.fits(pull) else None
         if part is None or part.settle is not None or part.consumer not in {"", pull.consumer}:
             self._hold(waiting, Wait.LEASED_ELSEWHERE, now)
             return False
         try:
-            readable = lease.number > last or self._readable(lease, part, wall)
+            readable = self._readable(lease, part, wall)
         except JournalWaitsError:
             self._hold(waiting, Wait.JOURNAL_SLOW, now)
             return False
         if not readable:
             return self._answered(waiting, now, wall)
-        self._count(waiting, now)
         self._hand_out(waiting, lease, part, now, wall)
         return True
 
     def _lease(self, waiting: WaitingPull, now: float, wall: float) -> Lease | Wait:
         """Return the lease that a pull is for, or a new one, or why there is none."""
-        state, pull, last = self._state, waiting.pull, self._state.leases.last_number
+        state, pull = self._state, waiting.pull
         if pull.groups:
-            found = self._windows.lease(waiting.stream, pull, now, wall)
-        elif state.leases.window_of(waiting.stream) is not None:
+            return self._windows.lease(waiting.stream, pull, now, wall)
+        if state.leases.window_of(waiting.stream) is not None:
             return Wait.LEASED_ELSEWHERE
-        else:
-            found = state.leases.of(waiting.stream) or state.transitions.lease(
-                waiting.stream, pull, now, wall
-            )
-        if isinstance(found, Lease) and found.number > last and found.split is Split.TRAIN:
-            state.run.leased(found)
-            if found.tokens:
+        found = state.leases.of(waiting.stream)
+        return found or state.transitions.lease(waiting.stream, pull, now, wall)
+
+    def _note_lease(self, lease: Lease) -> None:
+        """Adopt the policy and the size of a new batch."""
+        if lease.split is Split.TRAIN:
+            self._state.run.leased(lease)
+            if lease.tokens:
                 self._rebatch()
-        return found
 
     def _contradiction(self, waiting: WaitingPull, now: float, wall: float) -> ErrorReply | None:
         """Refuse a pull that cannot be of the same step as those of the other ranks.
@@ -406,17 +410,9 @@ class ConsumerRequests:
         return Wait.BATCH_EXCEEDS_CAP if stuck else wait
 
     def _hand_out(self, waiting: WaitingPull, lease: Lease, part: RankShard, now: float, wall: float) -> None:
+        """Answer a pull with a shard; then count that it has gone."""
         pull = waiting.pull
-        if (part.consumer, part.request_id) != (pull.consumer, pull.request_id):
-            if not part.consumer and not lease.rewound:
-                self._state.hops.handed_out(part.share, wall)
-            part.handed_at = wall
-            self._state.leases.hand_out(lease, pull.rank, pull.consumer, pull.request_id)
-            self._state.events.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
-        part.progress_at = now
-        if lease.window:
-            self._state.leases.advanced(pull.consumer, now)
-        contents = deliveries(part.groups, in_place=pull.arenas)
+        contents = deliveries(part.share.groups, in_place=pull.arenas)
         batch = Batch(
             lease=lease.number,
             generation=lease.generation,
@@ -429,7 +425,19 @@ class ConsumerRequests:
             over=lease.over,
             moments=lease.moments,
         )
-        self._state.outbox.reply(waiting.route, batch, contents.frames, durable=True, awaited=waiting.blocks)
+        # With a window, the trainer works on the groups that it holds.
+        awaited = pull.split is Split.TRAIN and not pull.window
+        self._state.outbox.reply(waiting.route, batch, contents.frames, durable=True, awaited=awaited)
+        self._count(waiting, now)
+        if (part.consumer, part.request_id) != (pull.consumer, pull.request_id):
+            if not part.consumer and not lease.rewound:
+                self._state.hops.handed_out(part.share, wall)
+            part.handed_at = wall
+            self._state.leases.hand_out(lease, pull.rank, pull.consumer, pull.request_id)
+            self._state.events.add(Pulled(lease.number, pull.rank, pull.consumer, pull.request_id))
+        part.progress_at = now
+        if lease.window:
+            self._state.leases.advanced(pull.consumer, now)
         self._state.consumers.served(pull.consumer, now)
         if self._state.ram is not None and self._state.ram.short:
             for group in part.groups:
@@ -576,7 +584,7 @@ class ConsumerRequests:
         if consumers.any_polled:
             self._count_polls(now)
             consumers.forget_polls(now - POLL_S)
-        if not consumers.any_waiting:
+        if not consumers.pulls:
             return
         self.serve(now, wall)
         moment = now - self._state.config.broker.silence_s

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rolloutmq.schemas.wire.envelope import ArenaRef, Envelope, ErrorCode, GroupHeader, Split
+from rolloutmq.schemas.wire.envelope import ArenaRef, Envelope, ErrorCode, Split
 from rolloutmq.schemas.wire.replies import Ack, ErrorReply, Ok, Registered
 from rolloutmq.schemas.wire.requests import DeclareTables, Goodbye, RegisterProducer, Sync
 from rolloutmq.services.broker.broker_state import BrokerState, of_another_run, refuse
@@ -30,22 +30,31 @@ BEGUN_LIMIT: Final = 1 << 40
 
 
 class Arrived(msgspec.Struct, eq=False):
-    """Groups of one message, each with its offset in the arena or with its frames."""
+    """Groups of one message, each with its offset in the arena or with its frames.
+
+    Attributes:
+        sums: What the groups are together.
+        accepted: The new ones, in the runs in which they were accepted.
+        entered: Whether the window has one of them now, new or known from before.
+    """
 
     session: ProducerSession
-    headers: Sequence[GroupHeader]
+    sums: GroupSums
     offsets: Sequence[int]
     frames: Sequence[Any]
     now: float
     wall: float
+    accepted: list[tuple[list[StoredGroup], GroupSums]]
+    entered: bool = False
 
     def each(self) -> Iterator["Arrived"]:
-        """Yield each group as a message of its own."""
+        """Yield each group as a message of its own, with the same list of accepted groups."""
         start = 0
-        for index, header in enumerate(self.headers):
+        for index, header in enumerate(self.sums.headers):
             end = start if self.offsets else start + header.frames
             offsets, frames = self.offsets[index : index + 1], self.frames[start:end]
-            yield Arrived(self.session, (header,), offsets, frames, self.now, self.wall)
+            sums = GroupSums.of((header,))
+            yield Arrived(self.session, sums, offsets, frames, self.now, self.wall, self.accepted)
             start = end
 
     def places(self) -> Sequence[tuple[ArenaSlot | None, Frames]]:
@@ -53,8 +62,8 @@ class Arrived(msgspec.Struct, eq=False):
         if self.offsets:
             arena = self.session.arena
             assert arena is not None, "the sender was checked"
-            return arena.take(self.headers, self.offsets, self.session.lane.env)
-        if len(self.headers) == 1:
+            return arena.take(self.sums.headers, self.offsets, self.session.lane.env)
+        if self.sums.groups == 1:
             return ((None, tuple(self.frames)),)
         return [(None, tuple(one.frames)) for one in self.each()]
 
@@ -227,23 +236,32 @@ class ProducerRequests:
             self._state.credits.revive(session, now)
             self._state.ack_schedule.schedule(session, now)
 
-    def ingest(self, envelope: Envelope, frames: Sequence[Any], now: float, wall: float) -> bool:
-        """Accept the groups of one message; return whether any was accepted.
+    def accept(self, envelope: Envelope, frames: Sequence[Any], now: float, wall: float) -> Arrived | None:
+        """Accept the groups of one message; None if its sender is refused. `count` has to follow.
 
-        Groups that plainly follow the accepted ones are accepted together, all others one by one. Credit and permits
-        are granted again once, after the last.
+        Groups that plainly follow the accepted ones are accepted together, all others one by one.
         """
         session = self._sender(envelope, frames, now)
         if isinstance(session, str):
             self._state.rejected[session] += 1
-            return False
-        arrived = Arrived(session, envelope.groups, envelope.offsets, frames, now, wall)
-        keys = self._keys_of_clean(arrived) if len(envelope.groups) > 1 else None
-        if keys is not None:
+            return None
+        sums = GroupSums.of(envelope.groups)
+        arrived = Arrived(session, sums, envelope.offsets, frames, now, wall, [])
+        keys = self._keys_of_clean(arrived)
+        if keys is None:
+            arrived.entered = self._accept_singly(arrived)
+        else:
+            arrived.entered = True
+            session.window.follow(sums.groups, sums.nbytes)
             self._accept(arrived, keys)
-        accepted = keys is not None or self._accept_singly(arrived)
-        state = self._state
-        if accepted:
+        return arrived
+
+    def count(self, arrived: Arrived) -> None:
+        """Do what no trainer waits for: count the accepted groups, and grant credit and permits again, once."""
+        state, session, now = self._state, arrived.session, arrived.now
+        for groups, sums in arrived.accepted:
+            self._count_run(session.lane, groups, sums, now)
+        if arrived.entered:
             state.credits.arrived(session, now)
             state.permits_due |= state.permits.arrived(session)
         if len(state.hops.arrived) >= GATHERED:
@@ -252,7 +270,19 @@ class ProducerRequests:
             session.touch_later(now)
         else:
             session.touch()
-        return accepted
+
+    def _count_run(self, lane: Lane, groups: list[StoredGroup], sums: GroupSums, now: float) -> None:
+        state = self._state
+        lane.count(sums, now)
+        state.hops.arrived += groups
+        if lane.split is Split.TRAIN:
+            state.produced.add(sums.sequences, now)
+        usual = lane.group_size
+        if sums.sequences != usual * sums.groups or (
+            sums.groups > 1 and any([header.sequences != usual for header in sums.headers])
+        ):
+            state.permits.note(lane)
+            state.permits_due = True
 
     def _sender(self, envelope: Envelope, frames: Sequence[Any], now: float) -> ProducerSession | str:
         session = self._state.sessions.find(envelope.producer, envelope.session)
@@ -264,7 +294,9 @@ class ProducerRequests:
             return "wrong_environment"
         if not _fits(envelope, len(frames)):
             return "frames"
-        self.alive(session, now)
+        session.heard_at = now
+        if not session.alive:
+            self.alive(session, now)
         arena = session.arena
         if envelope.offsets and (arena is None or arena.closed or arena.ref.ino != envelope.arena):
             return "no_arena"
@@ -274,71 +306,61 @@ class ProducerRequests:
         """Return the identities of groups that can be accepted without a look at each; None if there may be a reason
         against one of them.
         """
-        session, headers = arrived.session, arrived.headers
-        if not session.window.is_next(headers) or not self._state.credits.covers(session, headers):
+        session, sums = arrived.session, arrived.sums
+        headers, tables = sums.headers, session.tables
+        for header in headers:
+            if header.table not in tables:
+                return None
+        if not session.window.is_next(headers) or not self._state.credits.covers(session, sums):
             return None
-        tables = session.tables
-        if any([header.table not in tables for header in headers]):
-            return None
-        if arrived.offsets and not all(map(session.arena_has, arrived.offsets, headers)):
+        if arrived.offsets and not session.arena_has(arrived.offsets, headers):
             return None
         keys = identities(session.lane.text, headers)
         return keys if self._state.groups.all_new(keys) else None
 
     def _accept_singly(self, arrived: "Arrived") -> bool:
-        """Accept or refuse one group after the other; return whether any was accepted."""
-        accepted = False
-        for one in arrived.each() if len(arrived.headers) > 1 else (arrived,):
+        """Accept or refuse one group after the other; return whether any entered the window."""
+        entered = False
+        for one in arrived.each() if arrived.sums.groups > 1 else (arrived,):
             refusal = self._refusal(one)
             if refusal:
                 self._state.rejected[refusal] += 1
             else:
                 self._accept_unless_known(one)
-                accepted = True
-        return accepted
+                entered = True
+        return entered
 
     def _refusal(self, one: "Arrived") -> str:
-        session, (header,) = one.session, one.headers
+        session, (header,) = one.session, one.sums.headers
         if header.table not in session.tables:
             return "duplicate" if session.window.seen(header.seq) else "unknown_table"
         if refusal := session.window.refusal(header):
             return refusal
-        if one.offsets and not session.arena_has(one.offsets[0], header):
+        if one.offsets and not session.arena_has(one.offsets, one.sums.headers):
             return "arena_range"
         return self._state.credits.refusal(session, header)
 
     def _accept_unless_known(self, one: "Arrived") -> None:
         """Accept a group without a refusal, but queue none that was accepted before."""
-        state, session, (header,) = self._state, one.session, one.headers
-        keys = identities(session.lane.text, one.headers)
+        state, session, (header,) = self._state, one.session, one.sums.headers
+        keys = identities(session.lane.text, one.sums.headers)
+        session.window.accept(header.seq, header.position, header.nbytes)
         if state.groups.all_new(keys):
             self._accept(one, keys)
             return
-        session.window.accept(header.seq, header.position, header.nbytes)
         state.events.add(Skipped(session.number, header.seq, header.position, header.nbytes, header.group_id))
         state.rejected["duplicate"] += 1
         state.permits.note(session.lane)  # its rollout is over, and nothing more is queued
         state.permits_due = True
 
     def _accept(self, arrived: "Arrived", keys: Sequence[int]) -> None:
-        """Accept new groups: one of any place in the window, or several that are the next ones."""
-        state, session, lane = self._state, arrived.session, arrived.session.lane
-        sums = GroupSums.of(arrived.headers)
-        session.window.accept_all(arrived.headers, sums.nbytes)
+        """Store and queue new groups, which are in the window."""
+        state, lane = self._state, arrived.session.lane
         groups = self._stored(arrived, keys)
-        state.admit(groups, sums, lane, arrived.now)
-        state.hops.arrived += groups
-        state.events.extend(groups)
-        if lane.split is Split.TRAIN:
-            state.produced.add(sums.sequences, arrived.now)
-        last = groups[-1]
-        state.newest[lane.env] = last, last.body.frames
-        usual = lane.group_size
-        if sums.sequences != usual * sums.groups or (
-            sums.groups > 1 and any([header.sequences != usual for header in arrived.headers])
-        ):
-            state.permits.note(lane)
-            state.permits_due = True
+        state.admit(groups, arrived.sums, lane, arrived.now)
+        if state.events.recording:
+            state.events.extend(groups)
+        arrived.accepted.append((groups, arrived.sums))
 
     def _stored(self, arrived: "Arrived", keys: Sequence[int]) -> list[StoredGroup]:
         """Return accepted groups with their bodies, in the arena or in frames."""
@@ -346,7 +368,7 @@ class ProducerRequests:
         env, split, run, ram, now, wall = (
             lane.env,
             lane.split,
-            state.run.name,
+            state.run.info.run,
             state.ram,
             arrived.now,
             arrived.wall,
@@ -354,13 +376,16 @@ class ProducerRequests:
         producer, number, tables = session.producer, session.number, session.tables
         if not arrived.offsets:
             state.as_frames[session.without_arena or "arena_full"] += len(keys)
-        return [
+        places = arrived.places()
+        groups = [
             StoredGroup(
                 header, env, split, run, producer, number, tables[header.table],
                 GroupBody(frames, header.nbytes, ram, slot), now, wall, identity=key,
             )
-            for header, (slot, frames), key in zip(arrived.headers, arrived.places(), keys, strict=True)
+            for header, (slot, frames), key in zip(arrived.sums.headers, places, keys, strict=True)
         ]  # fmt: skip
+        state.newest[env] = groups[-1], places[-1][1]
+        return groups
 
     def sweep(self, now: float) -> None:
         """Reclaim the grants of silent producers and close their arenas; a producer that returns gets both again.

@@ -167,7 +167,9 @@ class StateRestorer:
         group = self._stored(event)
         lane = state.lanes.open(group.env, group.split, self._now)
         late = event.order < state.groups.next_order
-        state.admit([group], GroupSums.of([group.header]), lane, self._now)
+        sums = GroupSums.of([group.header])
+        state.admit([group], sums, lane, self._now)
+        lane.count(sums, self._now)
         if late:  # its event was lost, and recovery found its record after those of later groups
             lane.remove(group)
             lane.put_back([group])
@@ -227,7 +229,7 @@ class StateRestorer:
             sequences=event.sequences,
             tokens=event.tokens,
             window=event.window,
-            parts=[RankShard(groups, self._now) for groups in shards],
+            parts=[RankShard(BatchShare(groups), self._now) for groups in shards],
             short=event.short,
             rewound=event.again,
             moments=event.moments,
@@ -424,7 +426,7 @@ class StateRestorer:
             sequences=item.sequences,
             tokens=item.tokens,
             window=item.window,
-            parts=[RankShard(groups, self._now) for groups in shards],
+            parts=[RankShard(BatchShare(groups), self._now) for groups in shards],
             short=item.short,
             rewound=item.rewound,
             moments=item.moments,

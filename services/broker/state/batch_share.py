@@ -33,18 +33,16 @@ class LaneTotals(msgspec.Struct, frozen=True):
     oldest: frozenset[PolicyVersion]
 
 
-class BatchShare:
+class BatchShare(msgspec.Struct, eq=False):
     """Groups that are handed out and settled together.
 
-    Args:
+    Attributes:
         groups: Groups of one split; the list is not changed any more.
     """
 
-    __slots__ = ("_lanes", "groups")
-
-    def __init__(self, groups: Sequence[StoredGroup]) -> None:
-        self.groups = groups
-        self._lanes: Sequence[LaneTotals] | None = None
+    groups: Sequence[StoredGroup]
+    _lanes: Sequence[LaneTotals] | None = None
+    """What `lane_totals` returns for them, once it is known."""
 
     @property
     def lanes(self) -> Sequence[LaneTotals]:

@@ -4,7 +4,7 @@ Two groups are the same if environment, split, id, size and checksum of the cont
 accepted once: as long as it exists, and after its end as long as its identity is among the last remembered ones.
 """
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
@@ -45,7 +45,7 @@ class Groups:
     def __init__(self, remembered: int) -> None:
         self.next_order = 1
         self._groups: dict[int, StoredGroup] = {}
-        self._of_lane: Counter[tuple[str, Split]] = Counter()
+        self._of_lane: dict[tuple[str, Split], int] = {}
         self._present: dict[int, StoredGroup] = {}
         """Existing groups by identity."""
         self._remembered = remembered
@@ -71,7 +71,8 @@ class Groups:
             group.order = order
             self._groups[order] = group
             self._present[group.identity or _key(group)] = group
-        self._of_lane[first.env, first.split] += len(self._groups) - before
+        lane = first.env, first.split
+        self._of_lane[lane] = self._of_lane.get(lane, 0) + len(self._groups) - before
 
     def find(self, order: int) -> StoredGroup | None:
         return self._groups.get(order)
@@ -108,7 +109,7 @@ class Groups:
     def all_new(self, keys: Sequence[int]) -> bool:
         """Return whether no group of these identities is `known`, and no two are the same."""
         if len(keys) == 1:
-            return not self.known(keys[0])
+            return keys[0] not in self._present and keys[0] not in self._seen
         if len(set(keys)) < len(keys):
             return False
         return self._present.keys().isdisjoint(keys) and self._seen.isdisjoint(keys)

@@ -22,7 +22,7 @@ from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.statistics.moments import Moments
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.services.broker.journal.stored_group import StoredGroup
-from rolloutmq.services.broker.state.batch_share import BatchShare, LaneTotals
+from rolloutmq.services.broker.state.batch_share import BatchShare, LaneTotals, total
 from rolloutmq.services.broker.state.groups import Groups, lane_text
 from rolloutmq.services.broker.state.rates import Rate
 from rolloutmq.services.broker.state.split_queue import GroupSums, Load, SplitQueue
@@ -159,7 +159,7 @@ class Lane:
         """Return the queue of a size, made on first use."""
         queue = self.sizes.get(size)
         if queue is None:
-            if not self.sizes:
+            if not self.sizes and self._carry_at != self._all.fair_clock:
                 self.carry = self.carry  # nothing for the batches while it was empty
             queue = self.sizes[size] = deque()
             self._all.size_came(self, size)
@@ -167,7 +167,7 @@ class Lane:
 
     def _emptied(self, size: int) -> None:
         """Remove the queue of a size."""
-        if len(self.sizes) == 1:
+        if len(self.sizes) == 1 and self._carry_at != self._all.fair_clock:
             self.carry = self.carry
         del self.sizes[size]
         self._all.size_went(self, size)
@@ -190,31 +190,34 @@ class Lane:
             self.sizes = {size: deque(sorted(queue, key=self._key)) for size, queue in self.sizes.items()}
 
     def accept(self, groups: Sequence[StoredGroup], sums: GroupSums, now: float) -> None:
-        """Queue new groups, in the order of their acceptance; `sums` are theirs."""
-        self.accepted_groups += sums.groups
-        self.accepted_sequences += sums.sequences
+        """Queue new groups, in the order of their acceptance; `sums` are theirs. `count` has to follow."""
         self.arrived_at = now
-        self.arrivals.add(sums.groups, now)
-        rollout_s, largest, size = self.rollout_s, 0, groups[0].header.sequences
+        size = groups[0].header.sequences
         alike = True
         for group in groups:
-            header = group.header
-            if header.nbytes > largest:
-                largest = header.nbytes
-            if header.sequences != size or group.failures:
+            if group.header.sequences != size or group.failures:
                 alike = False
-            took_s = header.finished_at - header.started_at
-            if header.started_at and 0.0 <= took_s <= LONGEST_S:
-                rollout_s += (took_s - rollout_s) * (NEW_PART if rollout_s else 1.0)
-        self.rollout_s = rollout_s
-        if largest > self.largest_bytes:
-            self.note_size(largest)
-        if alike and self._in_turn(groups, queue := self.sizes.get(size)):
+        if sums.largest > self.largest_bytes:
+            self.note_size(sums.largest)
+        queue = self.sizes.get(size)
+        if alike and ((queue is None and len(groups) == 1) or self._in_turn(groups, queue)):
             (self._queue(size) if queue is None else queue).extend(groups)
             self.queued.count(sums)
         else:
             for group in groups:
                 self.append(group)
+
+    def count(self, sums: GroupSums, now: float) -> None:
+        """Count accepted groups, and note how long their rollouts took."""
+        self.accepted_groups += sums.groups
+        self.accepted_sequences += sums.sequences
+        self.arrivals.add(sums.groups, now)
+        rollout_s = self.rollout_s
+        for header in sums.headers:
+            took_s = header.finished_at - header.started_at
+            if header.started_at and 0.0 <= took_s <= LONGEST_S:
+                rollout_s += (took_s - rollout_s) * (NEW_PART if rollout_s else 1.0)
+        self.rollout_s = rollout_s
 
     def _in_turn(self, groups: Sequence[StoredGroup], queue: deque[StoredGroup] | None) -> bool:
         """Return whether new groups of one size follow each other, and the last one in the queue of their size."""
@@ -278,14 +281,16 @@ class Lane:
     def take(self, size: int, count: int) -> BatchShare:
         """Remove the `count` groups of a size whose turn is first; there must be enough. They are sorted by age."""
         queue = self.sizes[size]
-        taken = [queue.popleft() for _ in range(count)]
+        if count == 1:
+            taken = [queue.popleft()]
+        else:
+            taken = [queue.popleft() for _ in range(count)]
+            taken.sort(key=_order)
         if not queue:
             self._emptied(size)
-        taken.sort(key=_order)
-        share = BatchShare(taken)
-        for totals in share.lanes:
-            self.queued.count(totals, -1)
-        return share
+        totals = total(taken)
+        self.queued.count(totals, -1)
+        return BatchShare(taken, (totals,))
 
     def put_back(self, groups: Iterable[StoredGroup]) -> None:
         """Return groups to their old places in the queue."""

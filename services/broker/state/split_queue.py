@@ -42,19 +42,23 @@ class GroupSums(msgspec.Struct, frozen=True):
     sequences: int
     tokens: int
     nbytes: int
+    largest: int
+    """Bytes of the largest one."""
 
     @classmethod
     def of(cls, headers: Sequence[GroupHeader]) -> "GroupSums":
         """Return the sums of at least one group."""
         if len(headers) == 1:
             one = headers[0]
-            return cls(headers, 1, one.sequences, one.tokens, one.nbytes)
+            return cls(headers, 1, one.sequences, one.tokens, one.nbytes, one.nbytes)
+        sizes = [header.nbytes for header in headers]
         return cls(
             headers,
             len(headers),
             sum([header.sequences for header in headers]),
             sum([header.tokens for header in headers]),
-            sum([header.nbytes for header in headers]),
+            sum(sizes),
+            max(sizes),
         )
 
 
@@ -85,8 +89,11 @@ class Load:
         self.sequences += sign * groups.sequences
         self.tokens += sign * groups.tokens
         self.nbytes += sign * groups.nbytes
-        if self._total is not None:
-            self._total.count(groups, sign)
+        if (total := self._total) is not None:
+            total.groups += sign * groups.groups
+            total.sequences += sign * groups.sequences
+            total.tokens += sign * groups.tokens
+            total.nbytes += sign * groups.nbytes
 
     def as_tuple(self) -> tuple[int, int, int, int]:
         return self.groups, self.sequences, self.tokens, self.nbytes

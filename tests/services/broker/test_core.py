@@ -1,15 +1,17 @@
 import random
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import msgspec
 import pytest
-from tests.services.broker.bench import TABLE, WALL, Bench, config, header, ids
+from tests.services.broker.bench import TABLE, WALL, Bench, config, header, ids, lasting
 
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Endpoints
 from rolloutmq.schemas.wire import requests
 from rolloutmq.schemas.wire.control import (
     Disconnect,
+    GetStatus,
     LatestExample,
     LatestExampleReply,
     Pressure,
@@ -20,7 +22,7 @@ from rolloutmq.schemas.wire.control import (
 )
 from rolloutmq.schemas.wire.envelope import Envelope, ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.joining import JoiningRequest
-from rolloutmq.schemas.wire.replies import Ack, ErrorReply, InfoReply, NoBatch, Ok, Registered, RunInfo
+from rolloutmq.schemas.wire.replies import Ack, Batch, ErrorReply, InfoReply, NoBatch, Ok, Registered, RunInfo
 from rolloutmq.schemas.wire.requests import (
     Commit,
     ConsumerBeat,
@@ -30,10 +32,12 @@ from rolloutmq.schemas.wire.requests import (
     RegisterConsumer,
     RegisterProducer,
     Release,
+    Request,
+    Settle,
     Sync,
 )
 from rolloutmq.schemas.wire.tasks import AwaitTasks, TakeTasks
-from rolloutmq.services.broker.actions import Publish
+from rolloutmq.services.broker.actions import Action, Publish, Reply, Route
 from rolloutmq.services.broker.core import BrokerCore
 
 # Acks and events
@@ -485,3 +489,72 @@ def test_every_kind_of_request_has_its_answer() -> None:
     of_the_shell = set(get_args(JoiningRequest))
     late = {Pull, LatestExample, Requeue, TakeTasks, AwaitTasks} | of_the_shell
     assert set(get_args(requests.Request)) == set(bench.core._handlers) | late
+
+
+# Replies before the counting
+
+
+class LoneGroups:
+    """A trainer that waits for each group, on a core that answers at once or by actions."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        self.bench = Bench(config(batch=4, e={}))
+        self.peer = self.bench.producer()
+        self.bench.consumer()
+        self.at_once = at_once
+        self.answers: list[Reply] = []
+        self.counted: list[int] = []
+        """Groups of the environment that were counted when each reply was made."""
+        if at_once:
+            self.bench.core.answer_by(self.answer)
+
+    def answer(self, route: Route, message: Any, frames: tuple[Any, ...]) -> None:
+        self.answers.append(Reply(route, message, frames))
+        lane = self.bench.core._state.lanes.find("e", Split.TRAIN)
+        self.counted.append(lane.accepted_groups if lane is not None else 0)
+
+    def request(self, request: Request) -> None:
+        self.note(self.bench.send(request, (b"c",)))
+
+    def note(self, actions: Sequence[Action]) -> None:
+        replies = [one for one in actions if isinstance(one, Reply)]
+        assert not (self.at_once and replies), "a reply left twice"
+        self.answers += [Reply(one.route, one.message, one.frames) for one in replies]
+
+    def step(self, step: int, groups: int) -> Batch:
+        version = PolicyVersion(0, step)
+        self.request(
+            Pull(consumer="c", step=step, version=version, sequences=4 * groups, request_id=f"r{step}")
+        )
+        head = self.peer.next(started_at=1.0, finished_at=2.0 + step)
+        more = [self.peer.next() for _ in range(groups - 1)]
+        about = Envelope(4, "p", self.peer.session, "default", "e", Split.TRAIN, (head, *more))
+        self.note(self.bench.ingest(about, [b"%d" % number for number in range(groups)]))
+        batch = self.answers[-1].message
+        assert isinstance(batch, Batch), batch
+        self.request(
+            Settle(
+                consumer="c",
+                lease=batch.lease,
+                generation=batch.generation,
+                version=PolicyVersion(0, step + 1),
+                trained=ids(batch),
+            )
+        )
+        self.note(self.bench.tick(0.01))
+        return batch
+
+
+def test_a_reply_leaves_before_the_counting_and_changes_nothing_else() -> None:
+    early, late = LoneGroups(at_once=True), LoneGroups(at_once=False)
+    before = 0
+    for step, groups in enumerate([1, 1, 3, 2]):
+        assert early.step(step, groups) == late.step(step, groups)
+        assert early.counted[-2] == before, "the groups of a reply are counted behind it"
+        before += groups
+    for one in (early, late):
+        one.request(GetStatus())
+    assert early.answers == late.answers
+    assert lasting(early.bench) == lasting(late.bench)
+    assert early.bench.core._state.hops.ungathered == late.bench.core._state.hops.ungathered > 0
+    assert early.bench.core._state.produced._buckets == late.bench.core._state.produced._buckets

@@ -29,7 +29,7 @@ from rolloutmq.schemas.wire.envelope import (
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, NoBatch, Ok, Wait
 from rolloutmq.schemas.wire.requests import GetInfo, Request
-from rolloutmq.services.broker.actions import Action, Dropped, Publish, Reply, Route
+from rolloutmq.services.broker.actions import Action, Answer, Dropped, Publish, Reply, Route
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.io.data_plane import (
     BURST_MESSAGES,
@@ -92,6 +92,9 @@ class Script:
 
     def reading(self) -> bool:
         return self.is_reading
+
+    def answer_by(self, answer: Answer) -> None:
+        """Answer by actions all the same, which the core may do."""
 
     def rejected(self, reason: str) -> None:
         with self.changed:
