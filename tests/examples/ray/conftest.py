@@ -76,6 +76,6 @@ class KeyedBroker(LocalBroker):
 
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[KeyedBroker]:
-    """A running broker with keys."""
-    with KeyedBroker(tmp_path) as running:
+    """A running broker with keys. It knows the batch before the trainer comes, so nothing gets stale until then."""
+    with KeyedBroker(tmp_path, "trainer.batch_sequences=4") as running:
         yield running
