@@ -77,5 +77,5 @@ class KeyedBroker(LocalBroker):
 @pytest.fixture
 def broker(tmp_path: Path) -> Iterator[KeyedBroker]:
     """A running broker with keys. It knows the batch before the trainer comes, so nothing gets stale until then."""
-    with KeyedBroker(tmp_path, "trainer.batch_sequences=4") as running:
+    with KeyedBroker(tmp_path, "trainer.batch_sequences=4", "trainer.steps=12") as running:
         yield running
