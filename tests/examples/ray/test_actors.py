@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.examples.ray.actors import AsyncEnvironment, Environment, ThreadedEnvironment, Trainer
-from tests.examples.ray.conftest import NODE, KeyedBroker
+from tests.examples.ray.conftest import KeyedBroker, add_node
 
 from rolloutmq import Producer, SessionFencedError, UsageError
 from rolloutmq.schemas.network.keys import Role
@@ -94,7 +94,7 @@ def test_a_removed_node_loses_no_accepted_group(
 ) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    node = cluster.add_node(**NODE)
+    node = add_node(cluster)
     there = NodeAffinitySchedulingStrategy(node.node_id, soft=True)
     every = names(2 * STEPS)
     environment = ray.remote(scheduling_strategy=there, **LIVES)(Environment).remote(worker(broker), "env")
