@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,15 @@ def until(fulfilled: Callable[[], object]) -> None:
     while not fulfilled():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def lives_in(folder: Path) -> int:
+    """Return the number of lives of an actor: each leaves a file called after its pid."""
+    return len(list(folder.glob("[0-9]*")))
+
+
+def live_more(folder: Path, before: int) -> bool:
+    return lives_in(folder) > before
 
 
 def worker(broker: KeyedBroker, name: str = "env") -> Any:
@@ -78,14 +88,14 @@ def test_killed_actors_start_again_and_each_group_is_trained_once(
     learner = ray.remote(**LIVES)(Trainer).remote(trainer(broker))
     producing = environment.produce.remote(every, lives, 0.2)
     training = learner.train.remote(steps, 0.2)
-    until(lambda: list(steps.iterdir()) and list(lives.iterdir()))
+    until(lambda: lives_in(steps) and lives_in(lives))
     for actor, seen in ((environment, lives), (learner, steps), (environment, lives)):
-        before = len(list(seen.iterdir()))
+        before = lives_in(seen)
         ray.kill(actor, no_restart=False)
-        until(lambda seen=seen, before=before: len(list(seen.iterdir())) > before)
+        until(partial(live_more, seen, before))
     assert ray.get(training, timeout=LIMIT_S) == STEPS
     ray.get(producing, timeout=LIMIT_S)
-    assert (len(list(lives.iterdir())), len(list(steps.iterdir()))) == (3, 2)
+    assert (lives_in(lives), lives_in(steps)) == (3, 2)
     assert_each_once(broker, every)
 
 
@@ -99,12 +109,12 @@ def test_a_removed_node_loses_no_accepted_group(
     every = names(2 * STEPS)
     environment = ray.remote(scheduling_strategy=there, **LIVES)(Environment).remote(worker(broker), "env")
     producing = environment.produce.remote(every, tmp_path, 0.2)
-    until(lambda: list(tmp_path.glob("[0-9]*")))
+    until(lambda: lives_in(tmp_path))
     cluster.remove_node(node, allow_graceful=False)
     learner = ray.remote(Trainer).remote(trainer(broker))
     assert ray.get(learner.train.remote(), timeout=LIMIT_S) == STEPS
     ray.get(producing, timeout=LIMIT_S)
-    assert len(list(tmp_path.glob("[0-9]*"))) == 2
+    assert lives_in(tmp_path) == 2
     assert_each_once(broker, every)
 
 
@@ -138,7 +148,7 @@ def test_a_second_actor_of_a_name_fences_the_first(broker: KeyedBroker, tmp_path
     way = worker(broker)
     first, second = (ray.remote(Environment).remote(way, "same") for _ in range(2))
     endless = first.produce.remote(names(1000, "first"), tmp_path, 0.2)
-    until(lambda: list(tmp_path.glob("[0-9]*")))
+    until(lambda: lives_in(tmp_path))
     ray.get(second.produce.remote(names(1, "second")), timeout=LIMIT_S)
     with pytest.raises(SessionFencedError, match="same"):
         ray.get(endless, timeout=LIMIT_S)
@@ -148,7 +158,7 @@ def test_an_actor_that_is_terminated_delivers_what_it_sent(broker: KeyedBroker, 
     """Ray ends the processes of a node by SIGTERM."""
     actor = ray.remote(Environment).remote(worker(broker))
     ending = actor.produce.remote(names(1000), tmp_path, 0.2)
-    until(lambda: list(tmp_path.glob("[0-9]*")))
+    until(lambda: lives_in(tmp_path))
     (life,) = tmp_path.glob("[0-9]*")
     os.kill(int(life.name), signal.SIGTERM)
     with pytest.raises(ray.exceptions.RayActorError):
