@@ -7,8 +7,8 @@ export OMP_NUM_THREADS := 1
 # Two at once, since many start processes of their own.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
-.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-verifiers test-data \
-	test-export test-dashboard test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench \
+.PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-ray \
+	test-verifiers test-data test-export test-dashboard test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench \
 	bench-rewards bench-scaling bench-rivals accept newest reference notebook lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
@@ -73,6 +73,9 @@ test-export: .venv-export/.installed ## experiment trackers, a receiver of trace
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl
+
+test-ray: .venv-ray/.installed ## producers, trainers and workers in a Ray cluster whose actors and nodes die
+	.venv-ray/bin/python -m pytest -m rival tests/examples/ray $(wildcard tests/services/cluster)
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py
@@ -224,6 +227,15 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	$(call install_package,.venv-verl)
 	touch $@
 
+# A run of a Ray cluster whole, its trainer too.
+.venv-ray/.installed: pyproject.toml requirements/ray.txt $(TORCH)
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python $(LOCKED) requirements/ray.txt
+	$(call install_torch,.venv-ray)
+	$(call install_package,.venv-ray)
+	.venv-ray/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
+	touch $@
+
 notebook: $(VENV)/.installed ## execute the notebook of the pages, and write its outputs and its page
 	$(BIN)/python -m tests.house.site.notebook
 
@@ -241,7 +253,7 @@ reference: $(VENV)/.installed ## the pages of docs/reference that are made from 
 	$(BIN)/python -m rolloutmq.launch.reference docs/reference
 
 clean:
-	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-verifiers .venv-verifiers04 .venv-export .venv-transformers4 \
-		.venv-build .venv-vllm .venv-browser .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
+	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-ray .venv-verifiers .venv-verifiers04 \
+		.venv-export .venv-transformers4 .venv-build .venv-vllm .venv-browser .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

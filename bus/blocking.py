@@ -5,7 +5,8 @@ call. Ctrl-C cancels the call in the loop and waits for its end before KeyboardI
 has the same effects as a cancelled one.
 
 A forked child has no copy of the thread: there a call would wait for ever. It raises ForkedError instead, and leaving
-the block does nothing, because object, sockets and leases belong to the parent.
+the block does nothing, because object, sockets and leases belong to the parent. A pickle would have no copy either, so
+clients refuse to be pickled.
 """
 
 import asyncio
@@ -16,17 +17,36 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, Self, TypeVar
+from typing import Any, ClassVar, Generic, NoReturn, ParamSpec, Self, SupportsIndex, TypeVar
 
 import uvloop
 
-from rolloutmq.schemas.errors import ClosedError, ForkedError
+from rolloutmq.schemas.errors import ClosedError, ForkedError, UsageError
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
+
+
+class OfOneProcess:
+    """Something that stays in its process, because it holds sockets, threads or a lease: it refuses to be pickled."""
+
+    __slots__ = ()
+    INSTEAD: ClassVar[str] = (
+        "pass a run directory or `rolloutmq.remote(...)`, and open another client in the process that uses it"
+    )
+    """What to pickle instead."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            UsageError: Always.
+        """
+        name = type(self).__name__
+        raise UsageError(f"{name}: cannot be pickled or copied, it belongs to its process; {self.INSTEAD}")
 
 
 class _Outcome(Generic[R]):
@@ -250,7 +270,7 @@ def _end(task: "asyncio.Task[None]", work: Coroutine[Any, Any, R], outcome: "_Ou
         outcome.fail(error)
 
 
-class Facade(Generic[T]):
+class Facade(OfOneProcess, Generic[T]):
     """A context manager around an asynchronous object in a loop thread.
 
     Args:

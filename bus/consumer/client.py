@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, SupportsIndex, overload
+from typing import Any, Final, Self, SupportsIndex, overload
 
 import msgspec
 
-from rolloutmq.bus.blocking import Facade, with_arguments_of
+from rolloutmq.bus.blocking import Facade, OfOneProcess, with_arguments_of
 from rolloutmq.bus.consumer.batch import Batch, StepSize, checked_version, given_version, step_size
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.figures import Figure, FigureQueue
@@ -42,10 +42,14 @@ from rolloutmq.schemas.wire.requests import RegisterConsumer, Release, Settle, T
 
 logger = logging.getLogger(__name__)
 
+_PASS_GROUPS: Final = "pass its `groups`, and settle it where it was pulled"
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class LeasedBatch(Batch):
+class LeasedBatch(OfOneProcess, Batch):
     """A batch of a `Consumer`."""
+
+    INSTEAD = _PASS_GROUPS
 
     consumer: "Consumer"
 
@@ -59,7 +63,7 @@ class LeasedBatch(Batch):
         return await self.consumer.settle(self, version=version, timeout_s=timeout_s)
 
 
-class Consumer:
+class Consumer(OfOneProcess):
     """Pulls and settles batches for one rank of a trainer.
 
     Open one with `Consumer.open`, or with `Consumer.blocking` in code without an event loop. `async for batch in
@@ -455,8 +459,10 @@ class Consumer:
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
-class BlockingBatch(Batch):
+class BlockingBatch(OfOneProcess, Batch):
     """A batch of a `BlockingConsumer`."""
+
+    INSTEAD = _PASS_GROUPS
 
     consumer: "BlockingConsumer"
 

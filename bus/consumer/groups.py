@@ -26,7 +26,7 @@ from typing import Any, Final, Self, SupportsIndex, overload
 
 import msgspec
 
-from rolloutmq.bus.blocking import Facade, with_arguments_of
+from rolloutmq.bus.blocking import Facade, OfOneProcess, with_arguments_of
 from rolloutmq.bus.consumer.batch import Batch, StepSize, checked_version, given_version
 from rolloutmq.bus.consumer.connection import ConsumerConnection
 from rolloutmq.bus.consumer.figures import Figure, FigureQueue
@@ -94,7 +94,7 @@ Named = Iterable[str | HeldGroup]
 """Groups, or their ids."""
 
 
-class GroupConsumer:
+class GroupConsumer(OfOneProcess):
     """Pulls groups as they come and settles them in any mix.
 
     Open one with `GroupConsumer.open`, or with `GroupConsumer.blocking` in code without an event loop. `async for group

@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, Self
 
-from rolloutmq.bus.blocking import Facade, note_failed_close, with_arguments_of
+from rolloutmq.bus.blocking import Facade, OfOneProcess, note_failed_close, with_arguments_of
 from rolloutmq.bus.encoding.codec import group_bytes, prepare_group, require_encodable
 from rolloutmq.bus.log_throttle import AFTER_S, LogThrottle, WaitLog
 from rolloutmq.bus.producer.ack_log import AckLog
@@ -56,7 +56,7 @@ GOODBYE_S: Final = 2.0
 """Longest wait for the answer to a goodbye; without one the broker ends the session after its `silence_s`."""
 
 
-class Producer:
+class Producer(OfOneProcess):
     """Sends the groups of one environment.
 
     Open one with `Producer.open`, or with `Producer.blocking` in code without an event loop.

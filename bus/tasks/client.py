@@ -21,7 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
-from rolloutmq.bus.blocking import Facade
+from rolloutmq.bus.blocking import Facade, OfOneProcess
 from rolloutmq.bus.encoding.opaque_columns import check_values
 from rolloutmq.bus.tasks.connection import TaskConnection
 from rolloutmq.bus.transport.endpoint import Where
@@ -81,7 +81,7 @@ class Task:
     greedy: bool = False
 
 
-class TaskClient:
+class TaskClient(OfOneProcess):
     """Submits tasks and reports their outcome.
 
     Open one with `TaskClient.open`, or with `TaskClient.blocking` in code without an event loop. A broker that is away

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from rolloutmq.bus.blocking import OfOneProcess
 from rolloutmq.bus.encoding.opaque_columns import check_values
 from rolloutmq.bus.tasks.client import PAUSE_S, POLL_S
 from rolloutmq.bus.tasks.connection import TaskConnection
@@ -53,7 +54,7 @@ class LeasedTask:
     greedy: bool = False
 
 
-class TaskTaker:
+class TaskTaker(OfOneProcess):
     """Takes tasks for one producer.
 
     Open one with `TaskTaker.open`; any number of asyncio tasks of one loop may call it. The producer answers a task by

@@ -400,8 +400,8 @@ Replies to requests with an effect are sent once the effect has the durability o
 
 ## Other languages
 
-`examples/wire_client.py` is a producer and a trainer in some 60 lines of Python without this package: ZeroMQ, msgpack
-and CRC-32C. It pushes a group, pulls it as a batch, and settles it. A client for long runs also needs acks
+`examples/clients/wire_client.py` is a producer and a trainer in some 60 lines of Python without this package: ZeroMQ,
+msgpack and CRC-32C. It pushes a group, pulls it as a batch, and settles it. A client for long runs also needs acks
 (`ack.PRODUCER/` on `events`, and `Sync`), `ConsumerBeat` while it computes, and repeated requests.
 
 ## Versions

@@ -1,7 +1,9 @@
 """The loop thread, and both facades against a real broker."""
 
 import asyncio
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -21,7 +23,7 @@ from rolloutmq.bus.producer.client import BlockingProducer, Producer
 from rolloutmq.bus.tasks.client import BlockingTaskClient, TaskClient
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import ClosedError, ConsumerFencedError, DrainingError
+from rolloutmq.schemas.errors import ClosedError, ConsumerFencedError, DrainingError, UsageError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.services.broker.server import running_broker
@@ -418,3 +420,27 @@ def test_a_flush_waits_for_what_was_sent_before_it_while_others_send(broker: Pat
             finally:
                 over.set()
             senders[0].result()
+
+
+def test_a_client_says_why_it_is_not_pickled(broker: Path) -> None:
+    """Frameworks pickle what a function captures, and `cloudpickle` would pickle also a client that is not open."""
+    with (
+        Producer.blocking(broker, env="e", group_size=2) as p,
+        Consumer.blocking(broker, sequences=2) as c,
+        TaskClient.blocking(broker) as t,
+    ):
+        rows = [[1, 2], [3]]
+        p.send(Group.build("g", tokens=rows, mask=rows, scores=[0.0, 1.0]))
+        batch = next(c)
+        unopened = Producer.blocking(broker, env="e")
+        for client in (p, p.send, p._object, c, c._object, t, t._object, unopened):
+            with pytest.raises(
+                UsageError, match=r": cannot be pickled .* pass a run directory or `rolloutmq.rem"
+            ):
+                pickle.dumps(client)
+        for use in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(UsageError, match=r"BlockingBatch: cannot be pickled .* pass its `groups`"):
+                use(batch)
+        (group,) = pickle.loads(pickle.dumps(batch.groups))
+        assert [list(row) for row in group["tokens"]] == rows
+        batch.ack()

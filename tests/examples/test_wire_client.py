@@ -11,7 +11,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.journal.inspect.verify import Witness, verify
 from rolloutmq.services.broker.server import running_broker
 
-CLIENT = Path(__file__).parents[2] / "examples" / "wire_client.py"
+CLIENT = Path(__file__).parents[2] / "examples" / "clients" / "wire_client.py"
 ALONE = """
 import runpy, sys
 sys.argv = sys.argv[1:]

@@ -26,7 +26,15 @@ def test_the_package_holds_nothing_else() -> None:
 
 
 def test_every_promised_target_can_be_made() -> None:
-    trainers = ("test-trl", "test-skyrl", "test-verl", "test-verifiers", "test-data", "test-export")
+    trainers = (
+        "test-trl",
+        "test-skyrl",
+        "test-verl",
+        "test-ray",
+        "test-verifiers",
+        "test-data",
+        "test-export",
+    )
     rivals = (
         "test-atropos",
         *trainers,
@@ -62,6 +70,7 @@ def test_every_promised_target_can_be_made() -> None:
         "test-trl",
         "test-skyrl",
         "test-verl",
+        "test-ray",
         "test-verifiers",
         "test-data",
         "test-export",

@@ -1,7 +1,7 @@
 """A producer and a trainer in some 60 lines without this package: what a client in another language has to do.
 
     rolloutmq broker --run-dir runs/wire
-    python examples/wire_client.py runs/wire
+    python examples/clients/wire_client.py runs/wire
 
 It uses ZeroMQ, msgpack and CRC-32C. docs/reference/protocol.md explains every field.
 """
