@@ -66,7 +66,10 @@ class Exit:
 
 
 class Child(Protocol):
-    """One supervised process, of this host or of another one. No method blocks."""
+    """One supervised process, of this host or of another one. No method blocks.
+
+    `fileno` is readable once the process has ended, and after each change of its identity until `poll` was called.
+    """
 
     @property
     def identity(self) -> ProcessIdentity: ...

@@ -222,7 +222,7 @@ class HostProcess:
         os.set_blocking(writing, True)
         try:
             with self._changed:
-                process = self._process = spawn(self._spec(layout), self._order.token, writing)
+                process = self._process = spawn(self._spec(layout), self._marked, writing)
                 for number, group in self._signals:
                     _signal(process, number, group)
         finally:
@@ -311,6 +311,11 @@ class HostProcess:
             cwd=str(self._base_dir),
             env={PARENT: str(os.getpid()), "PYTHONPATH": _python_path(self._base_dir)},
         )
+
+    @property
+    def _marked(self) -> str:
+        """First part of the marker: another life of the same name may be on this host, and is none of this one's."""
+        return f"{self._order.token}/{self._order.life}"
 
     def _is_silent(self) -> bool:
         return time.monotonic() - self._asked_at > self._order.lease_s

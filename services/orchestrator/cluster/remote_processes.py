@@ -49,7 +49,7 @@ Tell = Callable[[Order], None]
 
 
 class RemoteProcess:
-    """One life of a process on the cluster. Owns an eventfd that turns readable at its end."""
+    """One life of a process on the cluster. Owns an eventfd, readable at its end and once it has a host."""
 
     def __init__(self, identity: ProcessIdentity, start: Start | None, tell: Tell) -> None:
         self.identity = identity
@@ -61,14 +61,17 @@ class RemoteProcess:
         self.host = self.waits_for = ""
         self.over: Exit | None = None
         self._tell = tell
-        self._ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def fileno(self) -> int:
         """Return the eventfd."""
-        return self._ended
+        return self._changed
 
     def poll(self) -> Exit | None:
         """Return how it ended; None while it lives, or may."""
+        if self.over is None:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(self._changed)
         return self.over
 
     def send(self, number: signal.Signals) -> None:
@@ -81,27 +84,29 @@ class RemoteProcess:
 
     def close(self) -> None:
         """Stop watching. An ended one is released; one that lives continues, for the next orchestrator."""
-        if self._ended < 0:
+        if self._changed < 0:
             return
-        os.close(self._ended)
-        self._ended = -1
+        os.close(self._changed)
+        self._changed = -1
         if self.over is not None:
             self._tell(Release(life=self.identity.life))
 
     @property
     def is_closed(self) -> bool:
         """Whether nobody watches it any more."""
-        return self._ended < 0
+        return self._changed < 0
 
     def take(self, state: LifeState) -> None:
         """Take what the service reports."""
         self.is_reported = True
         self.waits_for = state.waits_for
-        if state.pid:
-            self.host = state.host
+        self.host = state.host
+        if state.pid and state.pid != self.identity.pid:
             self.identity = replace(
                 self.identity, pid=state.pid, start_ticks=state.start_ticks, boot_id=state.boot_id
             )
+            logger.info("placed name=%s host=%s pid=%d", self.identity.name, self.host, state.pid)
+            self._wake()
         if state.over:
             self.end(Exit(state.code, state.why))
 
@@ -109,8 +114,11 @@ class RemoteProcess:
         """Record its end, once."""
         if self.over is None:
             self.over = how
-            if self._ended >= 0:
-                os.eventfd_write(self._ended, 1)
+            self._wake()
+
+    def _wake(self) -> None:
+        if not self.is_closed:
+            os.eventfd_write(self._changed, 1)
 
     def _send(self, number: signal.Signals, *, group: bool) -> None:
         order = Send(life=self.identity.life, number=number, group=group)

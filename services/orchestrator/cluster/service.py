@@ -115,6 +115,8 @@ class ClusterService:
             await self._end_all(backend)
         finally:
             server.close()
+            for writer in self._clients:
+                writer.close()
             path.unlink(missing_ok=True)
 
     async def _turn(self, backend: Backend) -> None:

@@ -274,6 +274,7 @@ class Supervisor:
     def _ended(self, process: Child) -> None:
         found = process.poll()
         if found is None:
+            self._save()  # a cluster has found a host: its identity is another one
             return
         name = process.identity.name
         self._let_go(process)
