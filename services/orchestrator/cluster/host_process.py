@@ -25,7 +25,6 @@ from typing import Final
 
 from msgspec.structs import replace
 
-import rolloutmq
 from rolloutmq.bus.files import write_private
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.producer.resend import resend_spools
@@ -42,6 +41,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
     HostState,
     LifeState,
     cut,
+    own_version,
 )
 from rolloutmq.services.process.child import Process, spawn
 from rolloutmq.services.process.ending import PARENT
@@ -342,10 +342,10 @@ def _require_version(version: str) -> None:
     Raises:
         ConfigError: This host has another one.
     """
-    if rolloutmq.__version__ != version:
+    if (own := own_version()) != version:
         raise ConfigError(
             "cluster.engine",
-            f"host {socket.gethostname()} has RolloutMQ {rolloutmq.__version__} (the run has {version}); install the "
+            f"host {socket.gethostname()} has RolloutMQ {own} (the run has {version}); install the "
             "same version on every host of the cluster",
         )
 

@@ -9,6 +9,7 @@ random id, is started once, and is told until it is released.
 """
 
 import struct
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final, TypeVar
 
 import msgspec
@@ -134,6 +135,14 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
 
 _ORDERS: Final = msgspec.msgpack.Decoder(Order)
 _REPORTS: Final = msgspec.msgpack.Decoder(Report)
+
+
+def own_version() -> str:
+    """Return the installed version of this package; `0+unknown` for a checkout that is on the path alone."""
+    try:
+        return version("rolloutmq")
+    except PackageNotFoundError:
+        return "0+unknown"
 
 
 def framed(message: Order | Report) -> bytes:

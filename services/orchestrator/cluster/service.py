@@ -19,7 +19,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
-import rolloutmq
 from rolloutmq.bus.files import private_file, read_regular
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run
@@ -39,6 +38,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
     Send,
     Start,
     framed,
+    own_version,
 )
 from rolloutmq.services.orchestrator.cluster.remote_processes import short_path
 from rolloutmq.services.orchestrator.cluster.resources import need_of, shortage
@@ -152,7 +152,7 @@ class ClusterService:
             words=order.words,
             token=self._token,
             run=self._config.run.name,
-            version=rolloutmq.__version__,
+            version=own_version(),
             addresses=(self._config.broker.listen,),
             key=self._key,
             lease_s=self._config.cluster.lease_s,

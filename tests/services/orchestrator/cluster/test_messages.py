@@ -8,19 +8,21 @@ from rolloutmq.services.orchestrator.cluster.messages import (
     Frames,
     LifeState,
     Lives,
+    Order,
     Release,
+    Report,
     Send,
     Start,
     cut,
     framed,
 )
 
-ORDERS = [
+ORDERS: list[Order] = [
     Start(life="a", name="e-0", env="e", words=("worker", "--worker", "e-0")),
     Send(life="a", number=15, group=True),
     Release(life="a"),
 ]
-REPORTS = [
+REPORTS: list[Report] = [
     Lives(lives=(LifeState(life="a", name="e-0", waits_for="a host"),)),
     LifeState(life="a", name="e-0", over=True, code=-9),
 ]
@@ -29,7 +31,7 @@ REPORTS = [
 @pytest.mark.parametrize("step", [1, 3, 7, 1000])
 @pytest.mark.parametrize("orders", [True, False])
 def test_messages_arrive_whole_however_the_stream_is_cut(step: int, orders: bool) -> None:
-    sent = ORDERS if orders else REPORTS
+    sent: list[Order] | list[Report] = ORDERS if orders else REPORTS
     stream = b"".join(framed(one) for one in sent)
     frames = Frames(orders=orders)
     parts = [stream[at : at + step] for at in range(0, len(stream), step)]
