@@ -33,7 +33,6 @@ from rolloutmq.bus.files import private_fd
 from rolloutmq.bus.lifecycle import set_up_logging
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport.event_feed import EventFeed
-from rolloutmq.launch.commands.remote.cluster import closed, looked_at, opened
 from rolloutmq.launch.end_notice import cause_of, end_notice, failure_report, until_joined_end
 from rolloutmq.launch.plan import STOP_ORDER, plan
 from rolloutmq.launch.preflight.checks import check
@@ -51,6 +50,7 @@ from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_bef
 from rolloutmq.services.http_server.run_token import with_own_token
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
+from rolloutmq.services.orchestrator.cluster.opening import closed, looked_at, opened
 from rolloutmq.services.orchestrator.supervision.core import (
     KILL_LADDER,
     OVER,

@@ -97,23 +97,23 @@ class OrchestratorConfig(Section):
 
 
 class ClusterConfig(Section):
-    """`[cluster]`: the workers run on this host, or where the scheduler of a cluster finds room.
+    """`[cluster]`: the workers run on this host, or where a cluster finds room.
 
     `docs/clusters.md` describes a run on Ray.
     """
 
     engine: Literal["local", "ray"] = "local"
-    """`local`: this host runs all workers. `ray`: each worker is an actor of a Ray cluster, which chooses its node. It
+    """`local`: this host runs all workers. `ray`: each worker is an actor, and Ray chooses its node. It
     asks for `worker_cpus` and `environment.NAME.gpus`. Needs the extra `ray`."""
     address: str = ""
-    """Address of the cluster, such as `10.0.0.1:6379`. Empty: the cluster that this host is a node of."""
+    """Address of the cluster, such as `10.0.0.1:6379`. Empty: the cluster of this host."""
     worker_cpus: NonNegativeFloat = 1.0
     """CPUs that the cluster reserves for each worker."""
     placement_timeout_s: PositiveFloat = 60.0
-    """Longest wait of a worker for a node that runs it. After it the worker counts as crashed, with what is missing as
-    its reason."""
+    """Longest wait of a worker for a node. After it the worker counts as crashed, and the reason names the missing
+    resources."""
     lease_s: Annotated[float, Field(ge=LEASE_LEAST_S)] = 60.0
-    """Silence of the run after which a node ends the workers that it has for it."""
+    """After this silence of the run a node ends its workers."""
     host: str = ""
     """Address of this host for the nodes of the cluster. Empty: the one that Ray uses."""
 

@@ -8,13 +8,15 @@ import logging
 import secrets
 import socket
 from contextlib import ExitStack, suppress
-from typing import Final
+from typing import Any, Final
+
+from pydantic import ValidationError
 
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.bus.transport.keys.key_files import write_secret
-from rolloutmq.launch.settings import overridden
+from rolloutmq.schemas.config.base import location_of, problem_of
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.errors import AddressInUseError, RolloutMQError
+from rolloutmq.schemas.errors import AddressInUseError, ConfigError, RolloutMQError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.address import LISTEN_PORTS, is_loopback
 from rolloutmq.schemas.network.keys import Role
@@ -53,23 +55,31 @@ def opened(config: RunConfig, layout: RunLayout, token: str, found: Probe | None
     if found is None:
         return config
     host = config.cluster.host or found.host
-    values = []
+    tree = config.model_dump()
     if not config.broker.listen:
-        values += [f'broker.listen="tcp://{_bracketed(host)}:{_free_port(host)}"']
+        tree["broker"]["listen"] = f"tcp://{_bracketed(host)}:{_free_port(host)}"
     if not config.broker.keys and not config.broker.insecure:
         keys = layout.root / "keys"
         if not keys.exists():
             KeyDirectory.create(keys)
-        values += [f'broker.keys="{keys}"']
+        tree["broker"]["keys"] = str(keys)
     for section in ("inference", "teacher"):
-        if getattr(config, section).host == LOOPBACK and not is_loopback(host):
-            values += [f'{section}.host="{host}"']
-    config = overridden(config, values)
+        if tree[section]["host"] == LOOPBACK and not is_loopback(host):
+            tree[section]["host"] = host
+    config = _validated(tree)
     if config.broker.keys:
         bundle = KeyDirectory(config.base_dir / config.broker.keys).new(_key_name(token), Role.WORKER)
         write_secret(layout.cluster_key, bundle)
     logger.info("nodes reach the run at address=%s", config.broker.listen)
     return config
+
+
+def _validated(tree: dict[str, Any]) -> RunConfig:
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(".".join(location_of(first)) or "configuration", problem_of(first)) from None
 
 
 def closed(config: RunConfig, layout: RunLayout, token: str) -> None:
