@@ -75,7 +75,7 @@ test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on th
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl
 
 test-ray: .venv-ray/.installed ## producers, trainers and workers in a Ray cluster whose actors and nodes die
-	.venv-ray/bin/python -m pytest -m rival tests/examples/ray $(wildcard tests/services/cluster)
+	.venv-ray/bin/python -m pytest -m rival tests/examples/ray tests/services/orchestrator/cluster/ray
 
 test-transferqueue: $(VENV)/.installed .venv-transferqueue/.installed ## a short round through TransferQueue
 	$(BIN)/python -m pytest -m rival tests/benchmarks/queues/test_transferqueue.py

@@ -15,6 +15,7 @@ import typer
 from rolloutmq.launch.declarations import completion
 from rolloutmq.launch.declarations.keys import keys
 from rolloutmq.launch.declarations.options import (
+    Cluster,
     GroupId,
     Json,
     ProfileBy,
@@ -67,6 +68,10 @@ def up(
     replay: Annotated[
         bool, typer.Option("--replay", help="Record every group on disk for `rolloutmq replay`.")
     ] = False,
+    cluster: Annotated[
+        Cluster | None,
+        typer.Option(help="Override cluster.engine, which runs the workers.", show_default=False),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print lines of JSON: progress, then the end.")
     ] = False,
@@ -79,6 +84,7 @@ def up(
     extra += [f"run.seed={seed}"] if seed is not None else []
     extra += [f'run.dir="{run_dir}"'] if run_dir is not None else []
     extra += ["broker.replay=true"] if replay else []
+    extra += [f"cluster.engine={cluster.value}"] if cluster is not None else []
     resolved = loaded(config, environ=os.environ, assignments=extra, tell=local.tell)
     from rolloutmq.launch.commands import steer
     from rolloutmq.launch.preflight.hub import fetched, sources_of

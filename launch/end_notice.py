@@ -28,6 +28,7 @@ from rolloutmq.services.worker.user_code.failures import UserFailure
 DOES: Final[Mapping[Role, str]] = {
     Role.TRAINER: "settles its step and writes a checkpoint",
     Role.CURRICULUM: "saves its state",
+    Role.CLUSTER: "ends the processes on the cluster",
     Role.GATEWAY: "answers its requests",
     Role.INFERENCE: "answers its requests",
     Role.RELAY: "ends its transfers",

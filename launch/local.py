@@ -50,6 +50,7 @@ from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_bef
 from rolloutmq.services.http_server.run_token import with_own_token
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
+from rolloutmq.services.orchestrator.cluster.opening import closed, looked_at, opened
 from rolloutmq.services.orchestrator.supervision.core import (
     KILL_LADDER,
     OVER,
@@ -119,6 +120,7 @@ def up(config: RunConfig, options: UpOptions) -> int:
         NotPrivateError: The run directory belongs to another user, or others may write in it.
         UnusablePathError: The run directory cannot be read or written.
         RecordVersionError: Another version wrote the run directory; nothing was started.
+        MissingError: The run is for a cluster, and there is none.
     """
     known = sources_of(RunLayout(config.run.dir)) if options.resume else []
     found = check(config, known=known, tell=tell)
@@ -127,6 +129,7 @@ def up(config: RunConfig, options: UpOptions) -> int:
     for each in found.advice:
         tell(f"advice: {each}")
     config = found.config
+    cluster = looked_at(config)
     fetch(config, found.sources, tell=tell)
     token = secrets.token_hex(8)
     with claimed(config.run.dir, token, resume=options.resume) as layout:
@@ -138,7 +141,7 @@ def up(config: RunConfig, options: UpOptions) -> int:
             logger.info("from a hub key=%s name=%s commit=%s", one.key, one.name, one.commit)
         if found.sources:
             write_json(layout.hub, found.sources)
-        config = with_own_token(config, layout)
+        config = with_own_token(opened(config, layout, token, cluster), layout)
         write_json(layout.config, config)
         with (
             _listener(config, layout, as_json=options.as_json) as listener,
@@ -146,8 +149,11 @@ def up(config: RunConfig, options: UpOptions) -> int:
         ):
             view = make_view(config, plain=options.plain, as_json=options.as_json)
             launcher = Launcher(config, layout, token, view, listener, options, page)
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(launcher.run()).code
+            try:
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    return runner.run(launcher.run()).code
+            finally:
+                closed(config, layout, token)
 
 
 def tell(text: str) -> None:

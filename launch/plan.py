@@ -14,7 +14,7 @@ from rolloutmq.schemas.process import ProcessSpec, Role, python_command
 
 STOP_ORDER: Final[Sequence[frozenset[Role]]] = (
     frozenset({Role.TRAINER, Role.ORCHESTRATOR, Role.CURRICULUM}),
-    frozenset({Role.GATEWAY, Role.INFERENCE, Role.RELAY, Role.TEACHER}),
+    frozenset({Role.CLUSTER, Role.GATEWAY, Role.INFERENCE, Role.RELAY, Role.TEACHER}),
     frozenset({Role.BROKER}),
     frozenset({Role.TELEMETRY}),
 )
@@ -49,6 +49,8 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
         roles.append(Role.GATEWAY)
     if config.orchestrator.enabled and (config.environment or config.inference.max_engines > 1):
         roles.append(Role.ORCHESTRATOR)
+    if config.cluster.engine != "local" and config.environment:
+        roles.append(Role.CLUSTER)
     further = [_rank(number, layout, python) for number in range(1, config.trainer.ranks)]
     services = [_service(role, layout, python) for role in roles]
     ranks = {"crew": Role.TRAINER.value, "crew_patience_s": config.trainer.rank_patience_s}

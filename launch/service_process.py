@@ -14,6 +14,9 @@ from rolloutmq.bus.lifecycle import gc_paused
 from rolloutmq.launch.endings import guarded
 from rolloutmq.schemas.process import python_command
 
+PARENT: Final = "ROLLOUTMQ_PARENT"
+"""As in `services.process.ending`, which few processes need this early."""
+
 
 def broker(run_dir: Path) -> int:
     """Run the broker; return its exit code, as all functions here do."""
@@ -26,6 +29,13 @@ def orchestrator(run_dir: Path) -> int:
     """Run the orchestrator."""
     with gc_paused():
         from rolloutmq.services.orchestrator.server import main
+    return main(run_dir)
+
+
+def cluster(run_dir: Path) -> int:
+    """Run the cluster service: the workers of the run on other hosts."""
+    with gc_paused():
+        from rolloutmq.services.orchestrator.cluster.service import main
     return main(run_dir)
 
 
@@ -100,6 +110,7 @@ def relay(run_dir: Path, source: Path | str | None = None, listen: str = "", beh
 STARTS: Final[dict[str, Callable[..., int]]] = {
     "broker": broker,
     "orchestrator": orchestrator,
+    "cluster": cluster,
     "telemetry": telemetry,
     "inference": inference,
     "teacher": teacher,
@@ -130,6 +141,10 @@ def main() -> None:
         # The command line says what is wrong.
         os.execv(sys.executable, python_command(sys.executable, "rolloutmq.launch.cli", *sys.argv[1:]))
     run_dir = Path(options.pop("run_dir"))
+    if PARENT in os.environ:
+        from rolloutmq.services.process.ending import die_with_parent
+
+        die_with_parent()
     try:
         guarded(lambda: STARTS[name](run_dir, **options))
     except SystemExit as end:

@@ -40,6 +40,7 @@ class Role(StrEnum):
     CURRICULUM = "curriculum"
     DASHBOARD = "dashboard"
     RELAY = "relay"
+    CLUSTER = "cluster"
     LAUNCHER = "launcher"
 
 
@@ -107,6 +108,8 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
         start_ticks: Field 22 of /proc/<pid>/stat.
         boot_id: /proc/sys/kernel/random/boot_id at the start.
         marker: Value of ROLLOUTMQ_PROCESS in its environment, which its children inherit.
+        life: Name of its life on a cluster, which may begin before a host is found: until then `pid` is 0. Empty for a
+            process of this host.
     """
 
     name: str
@@ -115,3 +118,4 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     start_ticks: int
     boot_id: str
     marker: str
+    life: str = ""

@@ -39,6 +39,13 @@ Worker = Annotated[
 ]
 
 
+class Cluster(StrEnum):
+    """Where `up` runs the workers; as `cluster.engine`."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
 class ProfileBy(StrEnum):
     """Parts of a run by which `profile` sums; as `services.monitor.profile.latencies.By`, which imports numpy."""
 

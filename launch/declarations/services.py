@@ -44,6 +44,12 @@ def orchestrator(run_dir: RunDirOption) -> None:
 
 
 @app.command(rich_help_panel=SERVICE)
+def cluster(run_dir: RunDirOption) -> None:
+    """Run the cluster service: the workers of a run on a Ray cluster."""
+    raise typer.Exit(service_process.cluster(run_dir))
+
+
+@app.command(rich_help_panel=SERVICE)
 def telemetry(run_dir: RunDirOption) -> None:
     """Run telemetry: sample the machine and record bus events."""
     raise typer.Exit(service_process.telemetry(run_dir))

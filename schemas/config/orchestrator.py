@@ -1,6 +1,6 @@
-"""`[orchestrator]` and `[hardware]`: autoscaling, supervision, and the GPUs of workers."""
+"""`[orchestrator]`, `[cluster]` and `[hardware]`: autoscaling, supervision, the hosts and the GPUs of workers."""
 
-from typing import Annotated, Final, Self
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -8,6 +8,8 @@ from rolloutmq.schemas.config.base import MIB, PROCESSES_LIMIT, Fraction, Sectio
 
 END_S: Final = 30.0
 """Time for rollouts at the end of a run, unless configured."""
+LEASE_LEAST_S: Final = 5.0
+"""Shortest lease: a host hears of its run every two seconds."""
 DELIVERY_S: Final = 10.0
 """Time to deliver the last groups of a drain, beyond that of the rollouts."""
 
@@ -92,6 +94,28 @@ class OrchestratorConfig(Section):
     def end_s(self) -> float:
         """Seconds of a drain at the end of the run."""
         return self.end_deadline_s or self.drain_deadline_s or END_S
+
+
+class ClusterConfig(Section):
+    """`[cluster]`: the workers run on this host, or where a cluster finds room.
+
+    `docs/clusters.md` describes a run on Ray.
+    """
+
+    engine: Literal["local", "ray"] = "local"
+    """`local`: this host runs all workers. `ray`: each worker is an actor, and Ray chooses its node. It
+    asks for `worker_cpus` and `environment.NAME.gpus`. Needs the extra `ray`."""
+    address: str = ""
+    """Address of the cluster, such as `10.0.0.1:6379`. Empty: the cluster of this host."""
+    worker_cpus: NonNegativeFloat = 1.0
+    """CPUs that the cluster reserves for each worker."""
+    placement_timeout_s: PositiveFloat = 60.0
+    """Longest wait of a worker for a node. After it the worker counts as crashed, and the reason names the missing
+    resources."""
+    lease_s: Annotated[float, Field(ge=LEASE_LEAST_S)] = 60.0
+    """After this silence of the run a node ends its workers."""
+    host: str = ""
+    """Address of this host for the nodes of the cluster. Empty: the one that Ray uses."""
 
 
 class HardwareConfig(Section):

@@ -19,7 +19,7 @@ from rolloutmq.schemas.config.environment import CurriculumConfig, EnvironmentCo
 from rolloutmq.schemas.config.evaluation import EvaluationConfig, evaluated, problem_of_evaluation
 from rolloutmq.schemas.config.gateway import GatewayConfig
 from rolloutmq.schemas.config.inference import InferenceConfig
-from rolloutmq.schemas.config.orchestrator import HardwareConfig, OrchestratorConfig
+from rolloutmq.schemas.config.orchestrator import ClusterConfig, HardwareConfig, OrchestratorConfig
 from rolloutmq.schemas.config.rewards import HealthConfig
 from rolloutmq.schemas.config.trainer import TrainerConfig, WeightsConfig
 from rolloutmq.schemas.network.address import is_loopback, problem_of_host, problem_of_weights
@@ -183,6 +183,7 @@ class RunConfig(Section):
     teacher: TeacherConfig = TeacherConfig.default()
     evaluation: EvaluationConfig = EvaluationConfig.default()
     orchestrator: OrchestratorConfig = OrchestratorConfig.default()
+    cluster: ClusterConfig = ClusterConfig.default()
     telemetry: TelemetryConfig = TelemetryConfig.default()
     hardware: HardwareConfig = HardwareConfig.default()
     gateway: GatewayConfig = GatewayConfig.default()
@@ -451,6 +452,23 @@ class RunConfig(Section):
         trains, starts = self.trainer.enabled, self.orchestrator.enabled
         if problem := problem_of_evaluation(self.evaluation, self.environment, trains=trains, starts=starts):
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _place_workers(self) -> Self:
+        """The orchestrator orders the workers of a cluster, and a program is at home where the gateway is."""
+        if self.cluster.engine == "local":
+            return self
+        if not self.orchestrator.enabled:
+            raise ValueError(
+                "orchestrator.enabled: must be true, because it places the workers on the cluster "
+                '(got false); remove it, or set cluster.engine = "local"'
+            )
+        if program := next((name for name, env in self.environment.items() if env.command), None):
+            raise ValueError(
+                f"environment.{program}.command: is a program, which runs on the host of the gateway alone (got "
+                f'cluster.engine = "{self.cluster.engine}"); set cluster.engine = "local"'
+            )
         return self
 
     @model_validator(mode="after")

@@ -37,6 +37,7 @@ from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BO
 from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog, resume
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
 from rolloutmq.services.orchestrator.bus_client import BusClient
+from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses
 from rolloutmq.services.orchestrator.engines.pool import EnginePool
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound
 from rolloutmq.services.orchestrator.gpus.manager import GpuManager
@@ -108,6 +109,11 @@ def worker_command(run_dir: Path) -> Command:
     return lambda name: python_command(sys.executable, module, *words, "--worker", name)
 
 
+def remote_command(name: str) -> tuple[str, ...]:
+    """Return the arguments of a worker on another host, which has its own interpreter and run directory."""
+    return "worker", "--worker", name
+
+
 class Orchestrator:
     """The workers of one run. Belongs to one event loop; `run` runs it."""
 
@@ -122,13 +128,15 @@ class Orchestrator:
         limits = config.orchestrator
         self._layout = layout
         self._token = token
-        self._command = command or worker_command(layout.root)
+        here = config.cluster.engine == "local"
+        self._command = command or (worker_command(layout.root) if here else remote_command)
         self._programs = ProgramCommands(config, layout)
         self._limits = limits
         self._bounds = LiveBounds(config)
         self._gpus = GpuManager(config, layout)
         self._client = BusClient(layout, self._gpus.hear)
         self._state = StateFile(layout, token)
+        self._remote = None if config.cluster.engine == "local" else RemoteProcesses(layout.cluster_socket)
         self._workers = Supervisor(
             token,
             _backoff(limits),
@@ -136,6 +144,7 @@ class Orchestrator:
             drain=self._client.drain,
             on_change=self._changed,
             seed=config.run.seed,
+            spawner=self._remote,
         )
         self._engines = EnginePool(
             config, layout, token, self._client.publish, engine_command, lambda _: self._write_soon()
@@ -186,6 +195,7 @@ class Orchestrator:
                         tasks.create_task(self._bring_home(), name="left spools"),
                         tasks.create_task(self._logs.run(), name="logs"),
                     ]
+                    placing = tasks.create_task(self._reach_cluster(), name="cluster")
                     beating = tasks.create_task(self._state.beat(self._workers), name="heartbeat")
                     ending = tasks.create_task(self._end_delivered(), name="delivered programs")
                     try:
@@ -200,6 +210,12 @@ class Orchestrator:
                         beating.cancel()
                         self._state.write(self._workers, over=True)
                         listening.cancel()
+                        placing.cancel()
+
+    async def _reach_cluster(self) -> None:
+        """Keep a connection to the cluster service, in a run on a cluster."""
+        if self._remote is not None:
+            await self._remote.run()
 
     def _earlier(self) -> Supervision | None:
         """Return what an earlier orchestrator of this run knew of the workers."""

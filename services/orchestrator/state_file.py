@@ -36,7 +36,7 @@ from rolloutmq.services.orchestrator.supervision.core import (
 )
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor
 from rolloutmq.services.orchestrator.supervision.worker_table import env_of, number_of
-from rolloutmq.services.process.identity import identify, started_at
+from rolloutmq.services.process.identity import boot_id, identify, started_at
 from rolloutmq.services.process.logbook import last_lines
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class StateFile:
             phase=view.phase.value,
             since=view.since,
             pid=identity.pid if identity is not None else 0,
-            started=started_at(identity) if identity is not None else None,
+            started=_started(identity),
             start_ticks=identity.start_ticks if identity is not None else 0,
             due=self._next(view),
             crashes=view.crashes,
@@ -232,6 +232,11 @@ def _stop_of(record: WorkerRecord) -> EarlierStop | None:
     if record.phase != Phase.STOPPING:
         return None
     return EarlierStop(record.since, record.reason, record.rungs, record.failing, record.returns)
+
+
+def _started(identity: ProcessIdentity | None) -> float | None:
+    """Return the start time of a process; None for one of another host, whose clock is another one."""
+    return started_at(identity) if identity is not None and identity.boot_id == boot_id() else None
 
 
 def _shown(log: Path) -> tuple[str, ...]:

@@ -16,10 +16,10 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from rolloutmq.bus.files import PRIVATE_DIRECTORY, private_file
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
@@ -44,11 +44,17 @@ KILL_WAIT_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """End of a process. `code` is its exit code, minus the signal, or None for an adopted one that noted none."""
+    """End of a process. `code` is its exit code, minus the signal, or None for an adopted one that noted none.
+
+    `text` tells how it ended where no exit code can: its host was lost, or none was found for it.
+    """
 
     code: int | None
+    text: str = ""
 
     def __str__(self) -> str:
+        if self.text:
+            return self.text
         if self.code is None:
             return "ended, exit code unknown"
         if self.code >= 0:
@@ -57,6 +63,29 @@ class Exit:
             return f"killed by {signal.Signals(-self.code).name}"
         except ValueError:
             return f"killed by signal {-self.code}"
+
+
+class Child(Protocol):
+    """One supervised process, of this host or of another one. No method blocks.
+
+    `fileno` is readable once the process has ended, and after each change of its identity until `poll` was called.
+    """
+
+    @property
+    def identity(self) -> ProcessIdentity: ...
+    def fileno(self) -> int: ...
+    def poll(self) -> Exit | None: ...
+    def send(self, number: signal.Signals) -> None: ...
+    def send_group(self, number: signal.Signals) -> None: ...
+    def close(self) -> None: ...
+
+
+class Spawner(Protocol):
+    """Where processes run: on this host (`LocalSpawner`), or where a cluster finds room for them."""
+
+    def spawn(self, spec: ProcessSpec, token: str) -> Child: ...
+    def adopt(self, identity: ProcessIdentity) -> Child | None: ...
+    def end_marked(self, marker: str) -> int: ...
 
 
 class Process:
@@ -105,10 +134,15 @@ class Process:
             self._child.returncode = 0
 
 
-def spawn(spec: ProcessSpec, token: str) -> Process:
+def spawn(spec: ProcessSpec, token: str, output: int | None = None) -> Process:
     """Start a process in its own session, with SIGUSR1 blocked until its handler is installed.
 
     A foreign program would never unblock it.
+
+    Args:
+        spec: What to start.
+        token: Run token, first half of its marker.
+        output: Descriptor for its output, in place of the log of the spec.
 
     Raises:
         OSError: It cannot be started.
@@ -118,11 +152,13 @@ def spawn(spec: ProcessSpec, token: str) -> Process:
     note = {} if spec.foreign else {VARIABLE: str(note_of(log.absolute()))}
     environment = {**DEFAULTS, **os.environ, **spec.env, MARKER: marker, **note}
     log.parent.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-    with private_file(log, "ab") as output, nullcontext() if spec.foreign else _drain_signal_blocked():
+    with ExitStack() as stack:
+        written = stack.enter_context(private_file(log, "ab")) if output is None else output
+        stack.enter_context(nullcontext() if spec.foreign else _drain_signal_blocked())
         child = subprocess.Popen(
             spec.argv,
             stdin=subprocess.DEVNULL,
-            stdout=output,
+            stdout=written,
             stderr=subprocess.STDOUT,
             env=environment,
             cwd=spec.cwd or None,
@@ -176,6 +212,22 @@ def end_marked(marker: str) -> int:
     if ended:
         logger.warning("ended remaining processes marker=%s count=%d", marker, ended)
     return ended
+
+
+class LocalSpawner:
+    """Processes of this host."""
+
+    def spawn(self, spec: ProcessSpec, token: str) -> Process:
+        """Start a process; raises OSError if it cannot be started."""
+        return spawn(spec, token)
+
+    def adopt(self, identity: ProcessIdentity) -> Process | None:
+        """Take over a running process; None if it is gone."""
+        return adopt(identity)
+
+    def end_marked(self, marker: str) -> int:
+        """Kill every process with the marker; return their number."""
+        return end_marked(marker)
 
 
 def end_strays(identities: Iterable[ProcessIdentity], grace_s: float) -> int:

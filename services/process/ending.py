@@ -5,7 +5,9 @@ to note its exit code beside its log, as its last act. The supervisor reads and 
 counts as none, and one that is missing says that the process was killed.
 """
 
+import ctypes
 import os
+import signal
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Final
@@ -19,6 +21,10 @@ from rolloutmq.services.process.identity import start_of
 
 VARIABLE: Final = "ROLLOUTMQ_NOTE"
 """Variable with the file of the note."""
+PARENT: Final = "ROLLOUTMQ_PARENT"
+"""Variable with the pid of a parent with which the process dies, at once: on a host that loses its cluster, nobody else
+would end it."""
+_SET_PARENT_DEATH_SIGNAL: Final = 1
 
 
 class EndNote(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +33,16 @@ class EndNote(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     start_ticks: int
     code: int
+
+
+def die_with_parent(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Let the kernel kill this process once the thread that started it has ended, if its parent asked for it."""
+    parent = environ.pop(PARENT, "")
+    if not parent:
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if str(os.getppid()) != parent:  # it ended before the call
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def note_of(log: Path) -> Path:

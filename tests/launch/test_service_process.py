@@ -28,6 +28,7 @@ def test_every_process_of_a_plan_is_started_by_it(tmp_path: Path) -> None:
         "teacher": {"path": "/teacher"},
         "gateway": {"enabled": True},
         "weights": {"backend": "stream"},
+        "cluster": {"engine": "ray"},
         "trainer": {"ranks": 2, "distillation": {"kind": "top_k"}},
     }
     specs = plan(RunConfig.model_validate(about), RunLayout(tmp_path), "python")

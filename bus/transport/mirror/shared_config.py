@@ -1,4 +1,4 @@
-"""The part of a configuration that other hosts get: what their workers, engines and ranks need. Pure.
+"""The part of a configuration that other hosts get: what their workers, engines and ranks need; and back. Pure.
 
 Left out are secrets, paths of the run's host, addresses that only its own servers bind, and programs (`command`), which
 a host that joins does not run. A model by `path` is told as `MODEL_PATH`: the other host has its tokenizer under a path
@@ -6,10 +6,16 @@ of its own. Values of `options` are told as they are written: `env:NAME` stays a
 """
 
 import json
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit, urlunsplit
 
+from pydantic import ValidationError
+
+from rolloutmq.schemas.config.base import location_of, problem_of
 from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.files import RunLayout
 
 MODEL_PATH: Final = "model"
 """Stands for a model by path."""
@@ -52,6 +58,32 @@ def shared(config: RunConfig) -> bytes:
         teacher["path"] = MODEL_PATH  # its address is in a file, as on the run's own host
     teacher["url"] = _without_login(config.teacher.url)
     return json.dumps(told, sort_keys=True).encode()
+
+
+def told(data: bytes) -> RunConfig:
+    """Decode a configuration from the wire.
+
+    Raises:
+        ConfigError: It is none of this version.
+    """
+    try:
+        return RunConfig.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(location_of(first)) or "configuration"
+        raise ConfigError(
+            key,
+            f"{problem_of(first)}; the run has another version of RolloutMQ than this host, or a damaged configuration",
+        ) from None
+
+
+def placed(config: RunConfig, layout: RunLayout, base_dir: Path, model: Path | None) -> RunConfig:
+    """Return the configuration with the paths of this host."""
+    run = config.run.model_copy(update={"dir": layout.root, "http_token_file": None})
+    found = config.model
+    if found.path:
+        found = found.model_copy(update={"path": str(model or layout.model), "tokenizer": "", "revision": ""})
+    return config.model_copy(update={"run": run, "base_dir": base_dir, "model": found})
 
 
 def _without_login(url: str) -> str:

@@ -3,36 +3,17 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from rolloutmq.bus.transport.mirror.run_copy import Accept
+from rolloutmq.bus.transport.mirror.shared_config import placed, told
 from rolloutmq.launch.commands.remote.own_code import OwnCode
-from rolloutmq.schemas.config.base import location_of, problem_of
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import RunLayout
 
 
-def told(data: bytes) -> RunConfig:
-    """Decode a configuration from the wire.
-
-    Raises:
-        ConfigError: It is none of this version.
-    """
-    try:
-        return RunConfig.model_validate_json(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(location_of(first)) or "configuration"
-        raise ConfigError(
-            key,
-            f"{problem_of(first)}; the run has another version of RolloutMQ than this host, or a damaged configuration",
-        ) from None
-
-
 def reading(data: bytes, layout: RunLayout) -> RunConfig:
     """Accept a configuration for programs that only look at the run, or give it orders."""
-    return _placed(told(data), layout, layout.root, None)
+    return placed(told(data), layout, layout.root, None)
 
 
 def rolling(environments: Iterable[str], own: OwnCode) -> Accept:
@@ -48,7 +29,7 @@ def rolling(environments: Iterable[str], own: OwnCode) -> Accept:
                     f"the run has no such environment that can be joined (it has: {known})",
                 )
             own.require(name, config.environment[name])
-        return _placed(config, layout, own.directory, None)
+        return placed(config, layout, own.directory, None)
 
     return accept
 
@@ -68,7 +49,7 @@ def training(model: Path | None) -> Accept:
             )
         if model is not None and not model.is_dir():
             raise ConfigError("--model", f"there is no directory {model}")
-        return _placed(config, layout, layout.root, model.resolve() if model is not None else None)
+        return placed(config, layout, layout.root, model.resolve() if model is not None else None)
 
     return accept
 
@@ -82,13 +63,4 @@ def receiving(data: bytes, layout: RunLayout) -> RunConfig:
             f"must be stream, or the run sends no weights to other hosts (got {config.weights.backend}); "
             "set it in the configuration of the run",
         )
-    return _placed(config, layout, layout.root, None)
-
-
-def _placed(config: RunConfig, layout: RunLayout, base_dir: Path, model: Path | None) -> RunConfig:
-    """Return the configuration with the paths of this host."""
-    run = config.run.model_copy(update={"dir": layout.root, "http_token_file": None})
-    found = config.model
-    if found.path:
-        found = found.model_copy(update={"path": str(model or layout.model), "tokenizer": "", "revision": ""})
-    return config.model_copy(update={"run": run, "base_dir": base_dir, "model": found})
+    return placed(config, layout, layout.root, None)

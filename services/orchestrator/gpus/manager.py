@@ -64,7 +64,11 @@ class GpuManager:
 
     def __init__(self, config: RunConfig, layout: RunLayout) -> None:
         self._host = host_name()
-        self._needs = {name: GpuRequest(env.gpus, env.vram_bytes) for name, env in config.environment.items()}
+        is_here = config.cluster.engine == "local"  # a cluster finds the GPUs of its own hosts
+        self._needs = {
+            name: GpuRequest(env.gpus, env.vram_bytes) if is_here else GpuRequest()
+            for name, env in config.environment.items()
+        }
         self._fleet = Fleet(config.hardware, allowing(config.hardware.use, os.environ.get(VARIABLE)))
         self._path = layout.gpus
         self._identities: dict[str, ProcessIdentity] = {}

@@ -15,6 +15,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -37,7 +38,7 @@ from rolloutmq.services.orchestrator.supervision.core import (
     StartProcess,
     SupervisorCore,
 )
-from rolloutmq.services.process.child import Exit, Process, adopt, end_marked, spawn
+from rolloutmq.services.process.child import Child, LocalSpawner, Spawner
 from rolloutmq.services.process.ending import noted_code
 from rolloutmq.services.process.logbook import last_lines, last_message
 from rolloutmq.services.process.stacks import fault_in
@@ -73,6 +74,7 @@ class Supervisor:
         drain: Sends a drain over the bus; without it that rung does nothing.
         on_change: Called after each change.
         seed: Seed of the jitter.
+        spawner: Where the processes run; None for this host.
     """
 
     def __init__(
@@ -84,13 +86,15 @@ class Supervisor:
         drain: Drain | None = None,
         on_change: Change | None = None,
         seed: int = 0,
+        spawner: Spawner | None = None,
     ) -> None:
         self._token = token
         self._core = SupervisorCore(backoff, seed)
         self._identities = identities
         self._drain = drain
         self._on_change = on_change
-        self._processes: dict[str, Process] = {}
+        self._spawner = spawner or LocalSpawner()
+        self._processes: dict[str, Child] = {}
         self._specs: dict[str, ProcessSpec] = {}
         self._seen: dict[str, ProcessView] = {}
         self._written: list[ProcessIdentity] | None = None
@@ -119,9 +123,9 @@ class Supervisor:
         return self._core.views()
 
     def identity(self, name: str) -> ProcessIdentity | None:
-        """Return the identity of the running process, or None."""
+        """Return the identity of the running process, or None; also while a cluster finds no host for it."""
         process = self._processes.get(name)
-        return None if process is None else process.identity
+        return None if process is None or not process.identity.pid else process.identity
 
     def start(self, spec: ProcessSpec) -> None:
         """Run this process from now on; ValueError if one of its name is not over."""
@@ -142,7 +146,7 @@ class Supervisor:
         """
         adopted, known = [], earlier or {}
         for identity, spec in found:
-            if (process := adopt(identity)) is None:
+            if (process := self._spawner.adopt(identity)) is None:
                 continue
             self._core.adopt(spec, time.monotonic(), known.get(spec.name, EarlierLife()))
             self._specs[spec.name] = spec
@@ -214,7 +218,7 @@ class Supervisor:
         """Kill everything now without waiting, after a second Ctrl-C."""
         for name, process in self._processes.items():
             process.send_group(signal.SIGKILL)
-            end_marked(process.identity.marker)
+            self._spawner.end_marked(process.identity.marker)
             logger.warning("killed name=%s", name)
 
     def _advance(self) -> None:
@@ -238,7 +242,7 @@ class Supervisor:
 
     def _start(self, spec: ProcessSpec) -> None:
         try:
-            process = spawn(spec, self._token)
+            process = self._spawner.spawn(spec, self._token)
         except OSError as error:
             logger.error("not started name=%s error=%s", spec.name, error)
             self._core.start_failed(spec.name, f"cannot be started: {error}", time.monotonic())
@@ -263,18 +267,19 @@ class Supervisor:
             case Step.KILL:
                 process.send_group(signal.SIGKILL)
 
-    def _hold(self, process: Process) -> None:
+    def _hold(self, process: Child) -> None:
         self._processes[process.identity.name] = process
         self._loop.add_reader(process.fileno(), self._ended, process)
 
-    def _ended(self, process: Process) -> None:
+    def _ended(self, process: Child) -> None:
         found = process.poll()
         if found is None:
+            self._save()  # a cluster has found a host: its identity is another one
             return
         name = process.identity.name
         self._let_go(process)
         noted = noted_code(Path(self._specs[name].log), process.identity)
-        found = Exit(noted) if found.code is None else found
+        found = replace(found, code=noted) if found.code is None else found
         why = str(found)
         if found.code is not None and found.code > 0 and (line := self._last_message(name)):
             why = f"{found}: {line}"
@@ -291,7 +296,7 @@ class Supervisor:
         """Return the place of the user's code at a fatal signal, from the end of the log."""
         return fault_in("\n".join(last_lines(Path(self._specs[name].log), FAULT_LINES)))
 
-    def _let_go(self, process: Process) -> None:
+    def _let_go(self, process: Child) -> None:
         self._loop.remove_reader(process.fileno())
         del self._processes[process.identity.name]
         process.close()

@@ -6,8 +6,8 @@ import pytest
 
 from rolloutmq.bus.rundir import OWN_CONFIG, load_run
 from rolloutmq.bus.transport.mirror.run_copy import RunCopy
-from rolloutmq.bus.transport.mirror.shared_config import shared
-from rolloutmq.launch.commands.remote.configured import reading, receiving, rolling, told, training
+from rolloutmq.bus.transport.mirror.shared_config import shared, told
+from rolloutmq.launch.commands.remote.configured import reading, receiving, rolling, training
 from rolloutmq.launch.commands.remote.engine_beats import Served
 from rolloutmq.launch.commands.remote.own_code import OwnCode
 from rolloutmq.launch.settings import validate

@@ -1,0 +1,119 @@
+"""A run on real Ray: it learns, and survives the death of a node, of the cluster service and of the orchestrator."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.services.orchestrator.cluster.ray.nodes import Nodes, Run, directories, raylet_of, wait_until
+
+from rolloutmq.schemas.process import python_command
+from rolloutmq.services.process.identity import find_marked, runs
+
+Start = Callable[..., Run]
+
+pytestmark = [pytest.mark.rival, pytest.mark.timeout(900)]
+
+LIST = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.util.list_named_actors(True))"
+
+
+def actors(nodes: Nodes) -> str:
+    """Return the named actors of the cluster, as text."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIST, nodes.address],
+        env=nodes.environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.splitlines()[-1]
+
+
+def test_a_run_survives_a_node_its_service_and_its_orchestrator(start: Start, nodes: Nodes) -> None:
+    before = directories()
+    run = start("trainer.steps=400", "cluster.lease_s=30", "orchestrator.stable_s=3")
+    run.progresses(10)
+    first = run.workers()
+    assert all(first.values())
+    victim = first["sort3-0"]
+    os.kill(raylet_of(victim), signal.SIGKILL)
+    wait_until(lambda: run.workers().get("sort3-0") not in {victim, 0, None}, "the worker on another node")
+    assert run.workers()["sort3-1"] == first["sort3-1"]
+    wait_until(lambda: not runs(victim), "the end of the lost worker")
+    run.progresses()
+    again = run.workers()
+    for service in ("cluster", "orchestrator"):
+        killed = run.pid(service)
+        os.kill(killed, signal.SIGKILL)
+        wait_until(lambda: run.pid(service) not in {killed, 0}, f"another {service}")  # noqa: B023
+        run.progresses(10)
+        assert {name: run.workers().get(name) for name in again} == again
+    assert run.ends() == 0, run.told
+    summary = run.summary()
+    assert (summary["groups_lost"], summary["groups_trained_twice"]) == (0, 0)
+    assert run.command("ledger", "verify").returncode == 0
+    assert "worker ended produced=" in run.layout.log("sort3-1").read_text()
+    assert "sort3" not in actors(nodes)
+    assert directories() <= before
+    assert not run.layout.cluster_key.exists()
+    assert not any(map(runs, again.values()))
+
+
+def test_what_no_node_has_is_told_in_time(start: Start, nodes: Nodes) -> None:
+    run = start(
+        "trainer.steps=50",
+        "cluster.worker_cpus=64",
+        "cluster.placement_timeout_s=3",
+        "orchestrator.crash_limit=1",
+    )
+    assert run.ends() == 1
+    assert "no node has started it for 3 s: needs 64 CPU; the largest node has 2 CPU" in run.told
+    assert "sort3" not in actors(nodes)
+
+
+def test_the_nodes_forget_a_run_that_was_killed(start: Start, nodes: Nodes) -> None:
+    before = directories()
+    run = start("trainer.steps=4000", "cluster.lease_s=5")
+    run.progresses()
+    workers, services = run.workers(), run.layout.processes.read_text()
+    token = services.partition('"marker": "')[2].partition("/")[0]
+    remote = set(workers.values())
+    run.process.kill()
+    run.process.wait()
+    for pid in find_marked(f"{token}/"):
+        if pid not in remote:
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: not any(map(runs, remote)), "the end of the workers")
+    wait_until(lambda: "sort3" not in actors(nodes), "the end of the actors")
+    assert directories() <= before
+
+
+def test_down_ends_what_is_on_the_cluster(start: Start, nodes: Nodes) -> None:
+    run = start("trainer.steps=4000")
+    run.progresses()
+    workers = run.workers()
+    assert "sort3-0" in actors(nodes)
+    assert run.command("down").returncode == 0
+    assert not any(map(runs, workers.values()))
+    assert "sort3" not in actors(nodes)
+
+
+def test_without_a_cluster_nothing_starts(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="needs Ray: make .venv-ray/.installed")
+    words = ("up", "examples/quickstart.toml", "--cluster", "ray", "--run-dir", str(tmp_path / "run"))
+    done = subprocess.run(
+        python_command(sys.executable, "rolloutmq.launch.cli", *words),
+        env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
+        cwd=Path(__file__).parents[5],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "ray start --head" in done.stderr
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,178 @@
+"""One life on a host: a real worker that reaches a real broker by TCP with a key; its lease, its output and its end."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.launch.commands.remote.hosts import Hosts, wait_until
+
+from rolloutmq.schemas.network.keys import Role
+from rolloutmq.services.orchestrator.cluster.host_process import HostProcess, Output
+from rolloutmq.services.orchestrator.cluster.messages import LOG_PART_BYTES, HostOrder, HostState, own_version
+from rolloutmq.services.process.identity import find_marked, runs
+
+TOKEN = "hosting"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    made = Hosts(tmp_path)
+    made.broker()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture(autouse=True)
+def directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Directory in which the hosts make theirs."""
+    found = tmp_path / "tmp"
+    found.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(found))
+    return found
+
+
+def order(hosts: Hosts, lease_s: float = 60.0, version: str = own_version()) -> HostOrder:
+    key = hosts.root / "host.key"
+    return HostOrder(
+        life="life",
+        name="own-0",
+        words=("worker", "--worker", "own-0"),
+        token=TOKEN,
+        run="sums",
+        version=version,
+        addresses=(hosts.address,),
+        key=(key if key.exists() else hosts.key("host", Role.WORKER)).read_bytes(),
+        lease_s=lease_s,
+        term_grace_s=1.0,
+    )
+
+
+class Following:
+    """Looks at a life as the service does, and keeps its output."""
+
+    def __init__(self, process: HostProcess) -> None:
+        self._process = process
+        self.output, self.acked = b"", 0
+
+    def look(self) -> HostState:
+        told = self._process.look(self.acked, 0.1)
+        assert told.offset == self.acked, "output is missing"
+        self.output += told.output
+        self.acked += len(told.output)
+        return told
+
+    def until(self, met: Callable[[HostState], object], what: str) -> HostState:
+        def looked() -> HostState | None:
+            told = self.look()
+            return told if met(told) else None
+
+        found = wait_until(looked, what)
+        assert found is not None
+        return found
+
+
+def test_a_worker_delivers_drains_and_leaves_nothing(hosts: Hosts, directories: Path) -> None:
+    process = HostProcess(order(hosts), base_dir=hosts.code)
+    following = Following(process)
+    state = following.until(lambda told: told.state.pid, "a process").state
+    keys = [path for path in directories.rglob("key")]
+    assert [path.stat().st_mode & 0o777 for path in keys] == [0o600]
+    hosts.ready("own-0")
+    assert runs(state.pid, state.start_ticks)
+    process.send(signal.SIGUSR1, False)
+    state = following.until(lambda told: told.state.over and not told.output, "the end").state
+    assert (state.code, state.why) == (0, "")
+    assert b"worker ended produced=" in following.output
+    process.close()
+    assert [*directories.iterdir()] == []
+    assert find_marked(f"{TOKEN}/") == []
+
+
+def test_a_silent_run_ends_the_process_and_then_the_host_says_so(hosts: Hosts, directories: Path) -> None:
+    silent = threading.Event()
+    process = HostProcess(order(hosts, lease_s=3.0), silent.set, base_dir=hosts.code)
+    state = Following(process).until(lambda told: told.state.pid, "a process").state
+    assert silent.wait(60.0)
+    assert not runs(state.pid, state.start_ticks)
+    assert [*directories.iterdir()] == []
+    process.close()
+
+
+def test_a_killed_process_is_told_with_its_signal(hosts: Hosts) -> None:
+    process = HostProcess(order(hosts), base_dir=hosts.code)
+    following = Following(process)
+    following.until(lambda told: told.state.pid, "a process")
+    process.send(signal.SIGKILL, True)
+    assert following.until(lambda told: told.state.over, "the end").state.code == -signal.SIGKILL
+    process.close()
+
+
+def test_a_host_of_another_version_starts_nothing(hosts: Hosts) -> None:
+    process = HostProcess(order(hosts, version="0.0.1"), base_dir=hosts.code)
+    state = Following(process).until(lambda told: told.state.over, "the end").state
+    assert state.pid == 0
+    assert "(the run has 0.0.1); install the same version on every host" in state.why
+    process.close()
+
+
+def test_a_signal_before_the_start_prevents_it(hosts: Hosts) -> None:
+    away = msgspec.structs.replace(order(hosts), addresses=("tcp://127.0.0.1:1",))
+    process = HostProcess(away, base_dir=hosts.code)
+    following = Following(process)
+    following.until(lambda told: "127.0.0.1:1" in told.state.waits_for, "the reason of the wait")
+    process.send(signal.SIGTERM, True)
+    state = following.until(lambda told: told.state.over, "the end").state
+    assert state.why == "was ended before it started"
+    process.close()
+
+
+def test_a_process_dies_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
+    """A killed actor ends no thread in order: the kernel kills what it has started."""
+    code = f"""
+import msgspec, sys, tempfile
+from pathlib import Path
+from rolloutmq.services.orchestrator.cluster.host_process import HostProcess
+from rolloutmq.services.orchestrator.cluster.messages import HostOrder
+tempfile.tempdir = {str(tmp_path / "tmp")!r}
+order = msgspec.json.decode(sys.stdin.buffer.readline(), type=HostOrder)
+process = HostProcess(order, base_dir=Path({str(hosts.code)!r}))
+while not (state := process.look(-1, 0.1).state).pid:
+    assert not state.over, state.why
+print(state.pid, state.start_ticks, file=sys.stderr, flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as host:
+        assert host.stdin is not None
+        assert host.stderr is not None
+        host.stdin.write(msgspec.json.encode(order(hosts)) + b"\n")
+        host.stdin.flush()
+        lines = iter(host.stderr.readline, b"")
+        pid, ticks = next(map(int, line.split()) for line in lines if line.split()[0].isdigit())
+        assert runs(pid, ticks)
+        host.kill()
+        wait_until(lambda: not runs(pid, ticks), "the end of the process")
+
+
+def test_output_is_bounded_and_counted() -> None:
+    output = Output(limit_bytes=10)
+    output.add(b"0123456789")
+    assert output.part(0) == (0, b"0123456789")
+    assert output.part(4) == (4, b"456789")
+    assert output.part(-1) == (4, b"456789")
+    output.add(b"abcdefgh")
+    assert output.part(4) == (8, b"89abcdefgh")
+    assert output.end == 18
+    assert output.part(99) == (18, b"")
+    large = Output()
+    large.add(b"x" * (LOG_PART_BYTES + 5))
+    assert len(large.part(0)[1]) == LOG_PART_BYTES
