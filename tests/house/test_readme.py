@@ -96,7 +96,9 @@ def test_the_environment_learns_by_the_commands_beside_it(written: Path) -> None
     (summary,) = written.glob("runs/*/summary.json")
     found = json.loads(summary.read_bytes())
     assert found["reward_first"] < 0.5
-    assert found["reward_last"] > 0.75  # 0.99 as a rule; now and then three or four of the 25 sums are missing
+    assert (
+        found["reward_last"] > 0.75
+    )  # 0.99 as a rule; now and then three or four of the 25 sums are missing
 
 
 def test_the_trainer_is_ten_lines_and_gets_what_the_producer_sends(
