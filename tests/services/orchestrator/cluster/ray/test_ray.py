@@ -5,12 +5,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from tests.services.orchestrator.cluster.ray.nodes import Nodes, Run, directories, raylet_of, wait_until
 
-from rolloutmq.schemas.process import python_command
 from rolloutmq.services.process.identity import find_marked, runs
 
 Start = Callable[..., Run]
@@ -100,20 +98,3 @@ def test_down_ends_what_is_on_the_cluster(start: Start, nodes: Nodes) -> None:
     assert run.command("down").returncode == 0
     assert not any(map(runs, workers.values()))
     assert "sort3" not in actors(nodes)
-
-
-def test_without_a_cluster_nothing_starts(tmp_path: Path) -> None:
-    pytest.importorskip("ray", reason="needs Ray: make .venv-ray/.installed")
-    words = ("up", "examples/quickstart.toml", "--cluster", "ray", "--run-dir", str(tmp_path / "run"))
-    done = subprocess.run(
-        python_command(sys.executable, "rolloutmq.launch.cli", *words),
-        env={**os.environ, "RAY_TMPDIR": str(tmp_path)},
-        cwd=Path(__file__).parents[5],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert "ray start --head" in done.stderr
-    assert not (tmp_path / "run").exists()
