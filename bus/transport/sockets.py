@@ -503,11 +503,15 @@ class Channel:
     def _on_readable(self) -> None:
         """Hand over what has come, and wake the tasks that wait."""
         took = self._take is not None and self._hand_over(self._take)
-        if self._waiting and not self._closed:
+        if self._closed:
+            return
+        if self._waiting:
             self._look()
         elif took:
             # In the next turn: the task that gets the message goes first.
             self._loop.call_soon(self._look_again)
+        elif self._take is None:
+            self._events()  # nobody waits for this news; if nobody took it, it would wake the loop in every turn
 
     def _hand_over(self, take: Callable[[list[zmq.Frame]], None]) -> bool:
         """Hand over the next message; return whether there was one."""

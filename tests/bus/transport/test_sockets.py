@@ -258,6 +258,42 @@ async def test_what_takes_a_message_may_close_the_channel(context: Context, addr
         pull.close()
 
 
+class _Counted(Channel):
+    """Counts the turns of the loop that its socket takes."""
+
+    turns = 0
+
+    def _on_readable(self) -> None:
+        self.turns += 1
+        super()._on_readable()
+
+
+async def _turns(channel: _Counted) -> int:
+    """Return how many of many turns of the loop a channel takes once it is quiet."""
+    for _ in range(200):
+        await asyncio.sleep(0.001)
+    before = channel.turns
+    for _ in range(1000):
+        await asyncio.sleep(0)
+    return channel.turns - before
+
+
+async def test_a_channel_for_which_nobody_waits_leaves_the_loop_alone(context: Context, address: str) -> None:
+    pull = Channel(_pull(context, address))
+    push = _Counted(sockets.producer_push(context, address))
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            assert await _turns(push) < 10  # connected, and nothing was sent
+            await push.send([b"1"])
+            assert await pull.receive() == [b"1"]
+            assert await _turns(push) < 10
+            pull.close()
+            assert await _turns(push) < 10  # nobody is there
+    finally:
+        push.close()
+        pull.close()
+
+
 async def test_close_ends_whoever_waits(context: Context, address: str) -> None:
     channel = Channel(_pull(context, address))
     waiting = asyncio.create_task(channel.receive())
