@@ -46,6 +46,7 @@ PROCESSES = frozenset(
     {
         "broker",
         "orchestrator",
+        "cluster",
         "telemetry",
         "inference",
         "teacher",
