@@ -109,6 +109,7 @@ class HostProcess:
         self._state = LifeState(life=order.life, name=order.name, waits_for="its host sets it up")
         self._asked_at = time.monotonic()
         self._signals: list[tuple[int, bool]] = []
+        """Signals so far, without repetitions."""
         self._process: Process | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._main, name=f"life of {order.name}", daemon=True)
@@ -133,13 +134,18 @@ class HostProcess:
             return HostState(state=self._state, offset=offset, output=data, more=more)
 
     def send(self, number: int, group: bool) -> None:
-        """Signal the process, or its group; one that has not started yet never will."""
+        """Signal the process, or its group; one that has not started yet never will.
+
+        A repetition is ignored: after a reconnection all signals are sent again, and a second SIGTERM ends a worker that
+        drains at once. SIGKILL may be repeated.
+        """
         with self._changed:
-            if self._state.over:
+            is_repeated = (number, group) in self._signals
+            if self._state.over or (is_repeated and number != signal.SIGKILL):
                 return
-            if self._process is None:
+            if not is_repeated:
                 self._signals.append((number, group))
-            else:
+            if self._process is not None:
                 _signal(self._process, number, group)
 
     def close(self, timeout_s: float = 5.0) -> None:

@@ -162,7 +162,7 @@ class ClusterService:
         await self._call(backend.look, order.life, 0)
 
     async def _send(self, backend: Backend, order: Send, life: Life) -> None:
-        if not life.answered:
+        if life.is_hostless:
             await self._call(backend.kill, order.life)
             self._tell(self._book.end(order.life, "was ended before the cluster had a host for it"))
             return

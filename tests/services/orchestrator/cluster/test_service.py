@@ -17,7 +17,13 @@ from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Restart, Rol
 from rolloutmq.services.orchestrator.cluster.messages import FRAME_LIMIT_BYTES
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses, short_path
 from rolloutmq.services.orchestrator.cluster.service import ClusterService
-from rolloutmq.services.orchestrator.supervision.core import KILL_LADDER, Backoff, Phase, term_ladder
+from rolloutmq.services.orchestrator.supervision.core import (
+    KILL_LADDER,
+    Backoff,
+    Phase,
+    drain_ladder,
+    term_ladder,
+)
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
 from rolloutmq.services.process.runner import Stop
 
@@ -195,6 +201,26 @@ async def test_a_killed_service_finds_the_processes_and_doubles_none(tmp_path: P
             assert supervisor.identity("e-0") == first
             assert sorted(order.name for order in cluster.orders.values()) == ["e-0", "e-1"]
             await supervisor.stop(["e-0", "e-1"], KILL_LADDER, "the test is over")
+
+
+async def test_a_new_service_kills_no_draining_process_whose_host_answers_late(tmp_path: Path) -> None:
+    """The orchestrator repeats its signals before the first answer of the host, which may take a long poll."""
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    drained = [("e-0", signal.SIGUSR1, False)]
+    async with supervising(layout) as (supervisor, _):
+        async with serving(layout, cluster, in_order=False):
+            supervisor.start(spec("e-0", layout))
+            await until(lambda: supervisor.identity("e-0"))
+            supervisor.retire("e-0", drain_ladder(0.01, 60.0, 5.0), "scaled down")
+            await until(lambda: cluster.signals == drained)
+        cluster.disconnect()
+        cluster.silent = True
+        async with serving(layout, cluster):
+            await until(lambda: cluster.signals == drained * 2)
+            cluster.silent = False
+            cluster.end(cluster.life_of("e-0"), 0)
+            await until(lambda: supervisor.views()["e-0"].phase is Phase.ENDED)
+            assert supervisor.views()["e-0"].reason == "exit code 0"
 
 
 async def test_a_new_orchestrator_adopts_what_is_on_file_and_releases_the_rest(tmp_path: Path) -> None:
