@@ -129,6 +129,25 @@ def test_a_silent_run_ends_the_process_and_then_the_host_says_so(hosts: Hosts, d
     process.close()
 
 
+def test_a_silent_run_is_noticed_after_the_end_of_the_process_too(hosts: Hosts) -> None:
+    """Nobody is left to remove it: it would keep its resources on the cluster for ever."""
+    silent = threading.Event()
+    process = HostProcess(order(hosts, lease_s=3.0, version="0.0.1"), silent.set, base_dir=hosts.code)
+    Following(process).until(lambda told: told.state.over, "the end")
+    assert not silent.is_set()
+    assert silent.wait(30.0)
+    process.close()
+
+
+def test_a_removed_life_does_not_wait_for_its_lease(hosts: Hosts) -> None:
+    silent = threading.Event()
+    process = HostProcess(order(hosts, version="0.0.1"), silent.set, base_dir=hosts.code)
+    Following(process).until(lambda told: told.state.over, "the end")
+    process.close(timeout_s=30.0)
+    assert not process._thread.is_alive()
+    assert not silent.is_set()
+
+
 def test_a_killed_process_is_told_with_its_signal(hosts: Hosts) -> None:
     process = HostProcess(order(hosts), base_dir=hosts.code)
     following = Following(process)
