@@ -259,6 +259,20 @@ async def test_an_orderly_end_leaves_nothing_on_the_cluster(tmp_path: Path) -> N
     assert not layout.cluster_socket.exists()
 
 
+async def test_a_process_that_was_given_up_is_released_at_its_end(tmp_path: Path) -> None:
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    remote = RemoteProcesses(layout.cluster_socket)
+    task = asyncio.create_task(remote.run())
+    async with serving(layout, cluster):
+        process = remote.spawn(spec("e-0", layout), TOKEN)
+        await until(lambda: process.identity.pid)
+        process.close()
+        assert cluster.orders
+        cluster.end(cluster.life_of("e-0"), -9)
+        await until(lambda: not cluster.orders)
+    task.cancel()
+
+
 async def test_one_run_has_one_service_and_needs_a_cluster(tmp_path: Path) -> None:
     layout, cluster = layout_of(tmp_path), FakeCluster()
     async with serving(layout, cluster):
