@@ -2,7 +2,7 @@
 
     directory   private and temporary, with the key of the run; a mirror keeps it like a run directory
     process     in a session of its own; its output goes to this process's output, and to the run in parts
-    lease       nobody of the run asks any more: the process gets SIGTERM, then SIGKILL
+    lease       nobody of the run asks any more: the process gets SIGTERM, then SIGKILL; an ended one leaves the host
     end         what the process left undelivered is sent before its end is told: then its next life may start elsewhere
 
 The process dies with the thread that started it (PR_SET_PDEATHSIG), so a host that loses its cluster keeps nothing.
@@ -109,6 +109,7 @@ class HostProcess:
         self._state = LifeState(life=order.life, name=order.name, waits_for="its host sets it up")
         self._asked_at = time.monotonic()
         self._signals: list[tuple[int, bool]] = []
+        """Signals so far, without repetitions."""
         self._process: Process | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._main, name=f"life of {order.name}", daemon=True)
@@ -133,18 +134,25 @@ class HostProcess:
             return HostState(state=self._state, offset=offset, output=data, more=more)
 
     def send(self, number: int, group: bool) -> None:
-        """Signal the process, or its group; one that has not started yet never will."""
+        """Signal the process, or its group; one that has not started yet never will.
+
+        A repetition is ignored: after a reconnection all signals are sent again, and a second SIGTERM ends a worker
+        that drains at once. SIGKILL may be repeated.
+        """
         with self._changed:
-            if self._state.over:
+            is_repeated = (number, group) in self._signals
+            if self._state.over or (is_repeated and number != signal.SIGKILL):
                 return
-            if self._process is None:
+            if not is_repeated:
                 self._signals.append((number, group))
-            else:
+            if self._process is not None:
                 _signal(self._process, number, group)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Kill the process, remove its files and wait for both, at most so long."""
-        self._closing = True
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self.send(signal.SIGKILL, True)
         self._thread.join(timeout_s)
 
@@ -158,7 +166,10 @@ class HostProcess:
             why = f"its host failed: {told}"
         # Only now: once the run knows the end, it removes this process from the host.
         self._change(over=True, code=code, why=cut(why), waits_for="")
-        if self._is_silent():
+        with self._changed:
+            while not self._closing and not self._is_silent():
+                self._changed.wait(LOOK_S)
+        if not self._closing:
             self._on_silence()
 
     async def _live(self) -> tuple[int | None, str]:

@@ -39,6 +39,11 @@ class Life:
     answered: bool = False
     killed_at: float = math.inf
 
+    @property
+    def is_hostless(self) -> bool:
+        """Whether it has no host yet; one that an earlier service ordered has had the time to get one."""
+        return not self.answered and self.acked >= 0
+
 
 class LifeBook:
     """All lives of a run.

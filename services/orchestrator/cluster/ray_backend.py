@@ -26,8 +26,8 @@ LONG_POLL_S: Final = 2.0
 """Longest time that a host waits for news before it answers; it renews the lease."""
 THREADS: Final = 4
 """Calls that an actor takes at once: a signal does not wait for a look."""
-EXCLUDES: Final = ("runs/", ".git/", ".venv*/", "__pycache__/", "*.pyc")
-"""What is not sent along with the code of environments."""
+EXCLUDES: Final = ("runs/", ".git/", ".venv*/", "__pycache__/", "*.pyc", "*.key")
+"""What is not sent along with the code of environments: private keys are for no other host."""
 
 
 class RayActor:

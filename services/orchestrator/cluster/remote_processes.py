@@ -111,10 +111,13 @@ class RemoteProcess:
             self.end(Exit(state.code, state.why))
 
     def end(self, how: Exit) -> None:
-        """Record its end, once."""
-        if self.over is None:
-            self.over = how
-            self._wake()
+        """Record its end, once; one that nobody watches any more is released."""
+        if self.over is not None:
+            return
+        self.over = how
+        self._wake()
+        if self.is_closed:
+            self._tell(Release(life=self.identity.life))
 
     def _wake(self) -> None:
         if not self.is_closed:

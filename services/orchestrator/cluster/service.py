@@ -8,13 +8,12 @@ All calls of the cluster's software happen in one thread, one after the other; t
 """
 
 import asyncio
-import contextlib
 import hashlib
 import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
@@ -162,7 +161,7 @@ class ClusterService:
         await self._call(backend.look, order.life, 0)
 
     async def _send(self, backend: Backend, order: Send, life: Life) -> None:
-        if not life.answered:
+        if life.is_hostless:
             await self._call(backend.kill, order.life)
             self._tell(self._book.end(order.life, "was ended before the cluster had a host for it"))
             return
@@ -250,10 +249,15 @@ def namespace_of(layout: RunLayout) -> str:
     return f"rolloutmq-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
 
-def excluded(config: RunConfig, layout: RunLayout) -> Iterable[str]:
-    """Yield what of the configuration's directory is not sent to the hosts: the run itself."""
-    with contextlib.suppress(ValueError):
-        yield f"{layout.root.resolve().relative_to(config.base_dir.resolve())}/"
+def excluded(config: RunConfig, layout: RunLayout) -> list[str]:
+    """Return what of the configuration's directory is not sent to the hosts: the run itself, its keys and secrets."""
+    base = config.base_dir.resolve()
+    secret = [Path(config.broker.keys)] if config.broker.keys else []
+    secret += [path for path in (config.run.http_token_file, config.run.tls_key) if path is not None]
+    # A link is left out under its own name, and its target under its name, too.
+    named = [Path(os.path.abspath(base / path)) for path in secret]  # noqa: PTH100 - it keeps links
+    places = dict.fromkeys([layout.root.resolve(), *named, *(path.resolve() for path in named)])
+    return [str(path.relative_to(base)) for path in places if path != base and path.is_relative_to(base)]
 
 
 def main(run_dir: Path) -> int:

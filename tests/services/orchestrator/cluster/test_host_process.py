@@ -13,8 +13,10 @@ import pytest
 from tests.launch.commands.remote.hosts import Hosts, wait_until
 
 from rolloutmq.schemas.network.keys import Role
+from rolloutmq.services.orchestrator.cluster import host_process
 from rolloutmq.services.orchestrator.cluster.host_process import HostProcess, Output
 from rolloutmq.services.orchestrator.cluster.messages import LOG_PART_BYTES, HostOrder, HostState, own_version
+from rolloutmq.services.process.child import Process
 from rolloutmq.services.process.identity import find_marked, runs
 
 TOKEN = "hosting"
@@ -96,6 +98,27 @@ def test_a_worker_delivers_drains_and_leaves_nothing(hosts: Hosts, directories: 
     assert find_marked(f"{TOKEN}/") == []
 
 
+def test_a_repeated_signal_is_ignored_but_for_sigkill(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second SIGTERM would end a worker that drains at once."""
+    sent, real = [], host_process._signal
+
+    def signalled(process: Process, number: int, group: bool) -> None:
+        sent.append((number, group))
+        real(process, number, group)
+
+    monkeypatch.setattr(host_process, "_signal", signalled)
+    process = HostProcess(order(hosts), base_dir=hosts.code)
+    following = Following(process)
+    following.until(lambda told: told.state.pid, "a process")
+    hosts.ready("own-0")
+    for number in (signal.SIGCONT, signal.SIGCONT, signal.SIGKILL, signal.SIGKILL):
+        process.send(number, True)
+    following.until(lambda told: told.state.over, "the end")
+    process.close()
+    assert sent[:2] == [(signal.SIGCONT, True), (signal.SIGKILL, True)]
+    assert (signal.SIGCONT, True) not in sent[2:]
+
+
 def test_a_silent_run_ends_the_process_and_then_the_host_says_so(hosts: Hosts, directories: Path) -> None:
     silent = threading.Event()
     process = HostProcess(order(hosts, lease_s=3.0), silent.set, base_dir=hosts.code)
@@ -104,6 +127,25 @@ def test_a_silent_run_ends_the_process_and_then_the_host_says_so(hosts: Hosts, d
     assert not runs(state.pid, state.start_ticks)
     assert [*directories.iterdir()] == []
     process.close()
+
+
+def test_a_silent_run_is_noticed_after_the_end_of_the_process_too(hosts: Hosts) -> None:
+    """Nobody is left to remove it: it would keep its resources on the cluster for ever."""
+    silent = threading.Event()
+    process = HostProcess(order(hosts, lease_s=3.0, version="0.0.1"), silent.set, base_dir=hosts.code)
+    Following(process).until(lambda told: told.state.over, "the end")
+    assert not silent.is_set()
+    assert silent.wait(30.0)
+    process.close()
+
+
+def test_a_removed_life_does_not_wait_for_its_lease(hosts: Hosts) -> None:
+    silent = threading.Event()
+    process = HostProcess(order(hosts, version="0.0.1"), silent.set, base_dir=hosts.code)
+    Following(process).until(lambda told: told.state.over, "the end")
+    process.close(timeout_s=30.0)
+    assert not process._thread.is_alive()
+    assert not silent.is_set()
 
 
 def test_a_killed_process_is_told_with_its_signal(hosts: Hosts) -> None:

@@ -15,9 +15,16 @@ from rolloutmq.schemas.errors import MissingError, RunDirInUseError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Restart, Role
 from rolloutmq.services.orchestrator.cluster.messages import FRAME_LIMIT_BYTES
+from rolloutmq.services.orchestrator.cluster.ray_backend import EXCLUDES
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses, short_path
-from rolloutmq.services.orchestrator.cluster.service import ClusterService
-from rolloutmq.services.orchestrator.supervision.core import KILL_LADDER, Backoff, Phase, term_ladder
+from rolloutmq.services.orchestrator.cluster.service import ClusterService, excluded
+from rolloutmq.services.orchestrator.supervision.core import (
+    KILL_LADDER,
+    Backoff,
+    Phase,
+    drain_ladder,
+    term_ladder,
+)
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
 from rolloutmq.services.process.runner import Stop
 
@@ -197,6 +204,26 @@ async def test_a_killed_service_finds_the_processes_and_doubles_none(tmp_path: P
             await supervisor.stop(["e-0", "e-1"], KILL_LADDER, "the test is over")
 
 
+async def test_a_new_service_kills_no_draining_process_whose_host_answers_late(tmp_path: Path) -> None:
+    """The orchestrator repeats its signals before the first answer of the host, which may take a long poll."""
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    drained = [("e-0", signal.SIGUSR1, False)]
+    async with supervising(layout) as (supervisor, _):
+        async with serving(layout, cluster, in_order=False):
+            supervisor.start(spec("e-0", layout))
+            await until(lambda: supervisor.identity("e-0"))
+            supervisor.retire("e-0", drain_ladder(0.01, 60.0, 5.0), "scaled down")
+            await until(lambda: cluster.signals == drained)
+        cluster.disconnect()
+        cluster.silent = True
+        async with serving(layout, cluster):
+            await until(lambda: cluster.signals == drained * 2)
+            cluster.silent = False
+            cluster.end(cluster.life_of("e-0"), 0)
+            await until(lambda: supervisor.views()["e-0"].phase is Phase.ENDED)
+            assert supervisor.views()["e-0"].reason == "exit code 0"
+
+
 async def test_a_new_orchestrator_adopts_what_is_on_file_and_releases_the_rest(tmp_path: Path) -> None:
     layout, cluster = layout_of(tmp_path), FakeCluster()
     async with serving(layout, cluster):
@@ -233,6 +260,20 @@ async def test_an_orderly_end_leaves_nothing_on_the_cluster(tmp_path: Path) -> N
     assert not layout.cluster_socket.exists()
 
 
+async def test_a_process_that_was_given_up_is_released_at_its_end(tmp_path: Path) -> None:
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    remote = RemoteProcesses(layout.cluster_socket)
+    task = asyncio.create_task(remote.run())
+    async with serving(layout, cluster):
+        process = remote.spawn(spec("e-0", layout), TOKEN)
+        await until(lambda: process.identity.pid)
+        process.close()
+        assert cluster.orders
+        cluster.end(cluster.life_of("e-0"), -9)
+        await until(lambda: not cluster.orders)
+    task.cancel()
+
+
 async def test_one_run_has_one_service_and_needs_a_cluster(tmp_path: Path) -> None:
     layout, cluster = layout_of(tmp_path), FakeCluster()
     async with serving(layout, cluster):
@@ -258,3 +299,22 @@ async def test_a_client_of_another_protocol_disturbs_nobody(tmp_path: Path) -> N
         writer.close()
         supervisor.start(spec("e-0", layout))
         await until(lambda: supervisor.identity("e-0"))
+
+
+def test_secrets_beside_the_code_are_not_sent(tmp_path: Path) -> None:
+    base, layout = tmp_path / "cfg", RunLayout(tmp_path / "cfg" / "own" / "a")
+    layout.root.mkdir(parents=True)
+    (base / "secret").mkdir()
+    (base / "keys").symlink_to("secret")
+    (tmp_path / "tls.key").touch()
+    tree = config().model_dump()
+    tree["base_dir"] = base
+    tree["broker"] |= {"keys": "keys", "insecure": False}
+    tree["run"] |= {
+        "http_token_file": "http.token",
+        "tls_cert": "c.pem",
+        "tls_key": str(tmp_path / "tls.key"),
+    }
+    found = excluded(RunConfig.model_validate(tree), layout)
+    assert sorted(found) == ["http.token", "keys", "own/a", "secret"]
+    assert "*.key" in EXCLUDES
