@@ -12,13 +12,14 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from rolloutmq.bus.transport.keys.bundle import load_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.bus.transport.keys.key_files import write_secret
 from rolloutmq.schemas.config.base import location_of, problem_of
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import AddressInUseError, ConfigError, RolloutMQError
 from rolloutmq.schemas.files import RunLayout
-from rolloutmq.schemas.network.address import LISTEN_PORTS, is_loopback
+from rolloutmq.schemas.network.address import LISTEN_PORTS, is_loopback, listen_of
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.services.orchestrator.cluster.probe import Probe, probe
 
@@ -28,6 +29,9 @@ FIRST_PORTS: Final = range(20_000, 30_000)
 """Ports of a listener that nobody has configured: below those that systems give to outgoing connections."""
 TRIES: Final = 200
 LOOPBACK: Final = "127.0.0.1"
+WILDCARDS: Final = frozenset({"0.0.0.0", "[::]"})
+KEY_NAME: Final = "cluster-"
+"""Beginning of the name of the workers' key; the run token follows."""
 
 
 def looked_at(config: RunConfig) -> Probe | None:
@@ -55,7 +59,9 @@ def opened(config: RunConfig, layout: RunLayout, token: str, found: Probe | None
     if found is None:
         return config
     host = config.cluster.host or found.host
+    _check_listen(config.broker.listen, host)
     tree = config.model_dump()
+    tree["cluster"]["host"] = host
     if not config.broker.listen:
         tree["broker"]["listen"] = f"tcp://{_bracketed(host)}:{_free_port(host)}"
     if not config.broker.keys and not config.broker.insecure:
@@ -68,10 +74,42 @@ def opened(config: RunConfig, layout: RunLayout, token: str, found: Probe | None
             tree[section]["host"] = host
     config = _validated(tree)
     if config.broker.keys:
-        bundle = KeyDirectory(config.base_dir / config.broker.keys).new(_key_name(token), Role.WORKER)
-        write_secret(layout.cluster_key, bundle)
-    logger.info("nodes reach the run at address=%s", config.broker.listen)
+        keys_of_run = KeyDirectory(config.base_dir / config.broker.keys)
+        _revoke_left(keys_of_run, layout)
+        write_secret(layout.cluster_key, keys_of_run.new(_key_name(token), Role.WORKER))
+    logger.info("nodes reach the run at address=%s", reached_at(config))
     return config
+
+
+def reached_at(config: RunConfig) -> str:
+    """Return the address of the broker for the nodes: a wildcard stands for the host that they know."""
+    listen = listen_of(config.broker.listen)
+    if listen is None or listen.host not in WILDCARDS:
+        return config.broker.listen
+    return f"tcp://{_bracketed(config.cluster.host)}:{listen.port}"
+
+
+def _check_listen(listen: str, host: str) -> None:
+    """Raise ConfigError if the nodes cannot reach a configured listener."""
+    found = listen_of(listen)
+    if found is not None and (not found.port or (found.is_local and not is_loopback(host))):
+        raise ConfigError(
+            "broker.listen",
+            f"the nodes of the cluster do not reach it (got {listen!r}); give a fixed port and an address of this "
+            "host, or leave it out",
+        )
+
+
+def _revoke_left(keys: KeyDirectory, layout: RunLayout) -> None:
+    """Revoke the key that a killed run of this directory has left."""
+    if not layout.cluster_key.exists():
+        return
+    try:
+        name = load_bundle(layout.cluster_key).name
+        if name.startswith(KEY_NAME):
+            keys.revoke(name)
+    except RolloutMQError as error:
+        logger.warning("key of an earlier life not revoked file=%s error=%s", layout.cluster_key, error)
 
 
 def _validated(tree: dict[str, Any]) -> RunConfig:
@@ -86,13 +124,16 @@ def closed(config: RunConfig, layout: RunLayout, token: str) -> None:
     """Revoke the key of the workers, and remove it, at the end of the run."""
     if config.cluster.engine == "local" or not config.broker.keys:
         return
-    layout.cluster_key.unlink(missing_ok=True)
-    with suppress(RolloutMQError):
+    try:
         KeyDirectory(config.base_dir / config.broker.keys).revoke(_key_name(token))
+    except RolloutMQError as error:
+        logger.error("key of the workers not revoked name=%s error=%s", _key_name(token), error)
+        return  # its file stays: the next run of this directory revokes it
+    layout.cluster_key.unlink(missing_ok=True)
 
 
 def _key_name(token: str) -> str:
-    return f"cluster-{token}"
+    return f"{KEY_NAME}{token}"
 
 
 def _free_port(host: str) -> int:

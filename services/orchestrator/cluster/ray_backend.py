@@ -74,6 +74,8 @@ class RayBackend:
         self._ray = connect(address, namespace, code, excludes)
         self._token = token
         self._actors: dict[str, Any] = {}
+        self._unplaced: set[str] = set()
+        """Lives whose actors have not answered yet: perhaps no host has one."""
         self._asked: dict[Any, str] = {}
         """Life by the reference of a question."""
 
@@ -105,6 +107,7 @@ class RayBackend:
             max_restarts=0,
             max_concurrency=THREADS,
         )
+        self._unplaced.add(order.life)
         self._actors[order.life] = actor.remote(msgspec.msgpack.encode(order))
 
     def look(self, life: str, acked: int) -> None:
@@ -132,7 +135,8 @@ class RayBackend:
         """End an actor and its process."""
         if (actor := self._actors.pop(life, None)) is not None:
             self._asked = {one: other for one, other in self._asked.items() if other != life}
-            self._end(actor)
+            self._end(actor, asks=life not in self._unplaced)
+            self._unplaced.discard(life)
 
     def nodes(self) -> list[dict[str, float]]:
         """Return the resources of each living node."""
@@ -149,14 +153,17 @@ class RayBackend:
 
     def _answer(self, reference: Any, life: str) -> Answer:
         try:
-            return Answer(life, msgspec.msgpack.decode(self._ray.get(reference, timeout=10), type=HostState))
+            state = msgspec.msgpack.decode(self._ray.get(reference, timeout=10), type=HostState)
+            self._unplaced.discard(life)
+            return Answer(life, state)
         except Exception as error:  # noqa: BLE001 - Ray raises errors of many kinds, also those of the host
             return Answer(life, error=reason_of(error))
 
-    def _end(self, actor: Any) -> None:
-        """Let an actor end its process, then kill it; one without a host, or a cut off one, is killed at once."""
-        with suppress(Exception):
-            self._ray.get(actor.close.remote(), timeout=1.0)
+    def _end(self, actor: Any, *, asks: bool = True) -> None:
+        """Let an actor end its process, then kill it; one without a host is not asked, for it would not answer."""
+        if asks:
+            with suppress(Exception):
+                self._ray.get(actor.close.remote(), timeout=1.0)
         with suppress(Exception):
             self._ray.kill(actor, no_restart=True)
 

@@ -39,6 +39,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
     framed,
     own_version,
 )
+from rolloutmq.services.orchestrator.cluster.opening import reached_at
 from rolloutmq.services.orchestrator.cluster.remote_processes import short_path
 from rolloutmq.services.orchestrator.cluster.resources import need_of, shortage
 from rolloutmq.services.orchestrator.supervision.worker_table import env_of
@@ -152,7 +153,7 @@ class ClusterService:
             token=self._token,
             run=self._config.run.name,
             version=own_version(),
-            addresses=(self._config.broker.listen,),
+            addresses=(reached_at(self._config),),
             key=self._key,
             lease_s=self._config.cluster.lease_s,
             term_grace_s=self._config.orchestrator.term_grace_s,

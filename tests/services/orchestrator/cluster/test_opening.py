@@ -1,0 +1,53 @@
+"""What `up` adds for the nodes of a cluster: an address that they reach, and a key that does not outlive the run."""
+
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.errors import ConfigError
+from rolloutmq.schemas.files import RunLayout
+from rolloutmq.services.orchestrator.cluster.opening import closed, opened, reached_at
+from rolloutmq.services.orchestrator.cluster.probe import Probe
+
+FOUND = Probe(host="10.0.0.1")
+
+
+def config(tmp_path: Path, listen: str = "") -> RunConfig:
+    KeyDirectory.create(tmp_path / "keys")
+    broker = {"listen": listen, "keys": str(tmp_path / "keys")}
+    return RunConfig.model_validate({"base_dir": tmp_path, "cluster": {"engine": "ray"}, "broker": broker})
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    made = RunLayout(tmp_path / "run")
+    made.root.mkdir(mode=0o700)
+    return made
+
+
+def revoked(tmp_path: Path) -> dict[str, bool]:
+    return {key.name: key.revoked is not None for key in KeyDirectory(tmp_path / "keys").records()}
+
+
+def test_a_wildcard_stands_for_the_host_that_the_nodes_know(tmp_path: Path, layout: RunLayout) -> None:
+    made = opened(config(tmp_path, "tcp://0.0.0.0:7760"), layout, "a", FOUND)
+    assert made.broker.listen == "tcp://0.0.0.0:7760"
+    assert reached_at(made) == "tcp://10.0.0.1:7760"
+
+
+@pytest.mark.parametrize("listen", ["tcp://10.0.0.1:0", "tcp://127.0.0.1:7760"])
+def test_a_listener_out_of_reach_is_refused(tmp_path: Path, layout: RunLayout, listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"broker\.listen: the nodes of the cluster do not reach it"):
+        opened(config(tmp_path, listen), layout, "a", FOUND)
+
+
+def test_the_key_is_revoked_at_the_end_and_after_a_kill(tmp_path: Path, layout: RunLayout) -> None:
+    given = config(tmp_path, "tcp://10.0.0.1:7760")
+    opened(given, layout, "killed", FOUND)
+    made = opened(given, layout, "next", FOUND)
+    assert revoked(tmp_path) == {"cluster-killed": True, "cluster-next": False}
+    closed(made, layout, "next")
+    assert revoked(tmp_path) == {"cluster-killed": True, "cluster-next": True}
+    assert not layout.cluster_key.exists()
