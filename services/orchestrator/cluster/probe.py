@@ -38,10 +38,11 @@ def probe(address: str) -> Probe:
     command = python_command(sys.executable, __name__, address)
     try:
         done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, check=False)
-        found = msgspec.json.decode(done.stdout.splitlines()[-1], type=Probe)
     except subprocess.TimeoutExpired:
         why = f"has not answered for {TIMEOUT_S:g} s"
         raise MissingError(_name(address), "see its state with `ray status`", why) from None
+    try:
+        found = msgspec.json.decode(done.stdout.splitlines()[-1], type=Probe)
     except (IndexError, msgspec.DecodeError):
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise MissingError(_name(address), "see its state with `ray status`", f"fails: {last}") from None
