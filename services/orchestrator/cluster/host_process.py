@@ -52,8 +52,6 @@ OUTPUT_LIMIT_BYTES: Final = 1 << 20
 """Most output that waits for the run; beyond it the oldest is left out."""
 LOOK_S: Final = 0.5
 """Interval of the look at the lease."""
-DELIVERY_S: Final = 20.0
-"""Longest time to send what an ended process has left."""
 
 
 class Output:
@@ -149,7 +147,7 @@ class HostProcess:
                 _signal(self._process, number, group)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Kill the process, remove its files and wait for both, at most so long."""
+        """Kill the process, remove its files but unsent groups, and wait for both, at most so long."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -180,8 +178,7 @@ class HostProcess:
             return await self._live_in(directory)
         finally:
             (directory / "key").unlink(missing_ok=True)
-            left = sorted((directory / "run" / "spools").glob("*"))
-            if left and not self._closing:
+            if left := _unsent(directory / "run"):
                 logger.error("groups of an ended process were not sent files=%s", ", ".join(map(str, left)))
             else:
                 shutil.rmtree(directory, ignore_errors=True)
@@ -195,7 +192,13 @@ class HostProcess:
                 return None, "was ended before it started"
             code = await self._run(mirror.layout)
             await self._deliver(mirror.layout)
-            return code, ""
+            left = _unsent(mirror.layout.root)
+            return (
+                code,
+                f"{len(left)} files of its groups stay unsent on its host, in {left[0].parent}"
+                if left
+                else "",
+            )
         finally:
             refreshing.cancel()
             await asyncio.wait({refreshing})
@@ -303,14 +306,20 @@ class HostProcess:
         return True
 
     async def _deliver(self, layout: RunLayout) -> None:
-        """Send the groups that the process has left, for a while: its next life may start elsewhere only then."""
-        if self._closing:
-            return
+        """Send what the process has left, while the run asks: its next life may start elsewhere only then."""
+        sending = asyncio.create_task(resend_spools(layout.root, layout.spools, ack_logs=layout.acks))
         try:
-            async with asyncio.timeout(DELIVERY_S):
-                await resend_spools(layout.root, layout.spools, ack_logs=layout.acks)
-        except (RolloutMQError, TimeoutError) as error:
-            logger.warning("groups not sent name=%s error=%s", self._order.name, error or "no answer")
+            while not (sending.done() or self._closing or self._is_silent()):
+                await asyncio.wait({sending}, timeout=LOOK_S)
+                if not sending.done():
+                    self._change(waits_for="the run, to take the groups that it left")
+            if sending.done():
+                sending.result()
+        except RolloutMQError as error:
+            logger.warning("groups not sent name=%s error=%s", self._order.name, error)
+        finally:
+            sending.cancel()
+            await asyncio.wait({sending})
 
     def _spec(self, layout: RunLayout) -> ProcessSpec:
         module, words = "rolloutmq.launch.service_process", self._order.words
@@ -332,10 +341,14 @@ class HostProcess:
         return time.monotonic() - self._asked_at > self._order.lease_s
 
     def _change(self, **values: object) -> None:
-
         with self._changed:
             self._state = replace(self._state, **values)
             self._changed.notify_all()
+
+
+def _unsent(root: Path) -> list[Path]:
+    """Return the files of groups that the process has left in its directory of the run."""
+    return sorted((root / "spools").glob("*"))
 
 
 def _signal(process: Process, number: int, group: bool) -> None:

@@ -2,7 +2,7 @@
 
 A life is asked for its state from its order to its end. Its first answer says that a host was found; without one it is
 given up after `placement_timeout_s`, because a cluster lets a request that never fits wait for ever. The loss of its
-host ends a life; so does a kill that its host does not carry out.
+host ends a life; so does a kill after which its host does not answer.
 """
 
 import math
@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from rolloutmq.services.orchestrator.cluster.messages import HostState, LifeState, Lives, cut
 
 KILL_S: Final = 5.0
-"""Time after SIGKILL at which a process counts as ended: its host does not answer, and is cut off from the cluster."""
+"""Time after SIGKILL without an answer of its host, at which a process counts as ended: the host is cut off."""
 SIGKILL: Final = 9
 
 
@@ -30,6 +30,7 @@ class Life:
         acked: Position of its output up to which it was written; -1: unknown, as after a restart of the service.
         answered: Its host answered.
         killed_at: Time of SIGKILL; infinite before.
+        heard_at: Time of the last answer of its host.
     """
 
     state: LifeState
@@ -38,6 +39,7 @@ class Life:
     acked: int = 0
     answered: bool = False
     killed_at: float = math.inf
+    heard_at: float = -math.inf
 
     @property
     def is_hostless(self) -> bool:
@@ -82,12 +84,12 @@ class LifeBook:
         """Record a life that an earlier service started."""
         self._lives[life] = Life(LifeState(life=life, name=name), env, now, acked=-1)
 
-    def answer(self, life: str, told: HostState) -> LifeState | None:
+    def answer(self, life: str, told: HostState, now: float) -> LifeState | None:
         """Take the answer of a host; return the state if it is news. An end is told once all output has arrived."""
         one = self._lives.get(life)
         if one is None or one.state.over:
             return None
-        one.answered = True
+        one.answered, one.heard_at = True, now
         one.acked = told.offset + len(told.output)
         if told.state.over and (told.more or told.output):
             return None
@@ -115,8 +117,8 @@ class LifeBook:
         return [one for one in self._open() if not one.answered and now - one.since > self._timeout_s]
 
     def unkillable(self, now: float) -> list[Life]:
-        """Return the lives whose hosts do not carry out SIGKILL."""
-        return [one for one in self._open() if now - one.killed_at > KILL_S]
+        """Return the lives that were killed and whose hosts are silent; one that sends their groups is not."""
+        return [one for one in self._open() if now - max(one.killed_at, one.heard_at) > KILL_S]
 
     def waiting(self) -> list[Life]:
         """Return the lives without an answer yet."""

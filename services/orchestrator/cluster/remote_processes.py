@@ -58,7 +58,7 @@ class RemoteProcess:
         """Signals so far, without repetitions."""
         self.is_reported = start is None
         """The service knows it, or knew it once."""
-        self.host = self.waits_for = ""
+        self._waits_for = ""
         self.over: Exit | None = None
         self._tell = tell
         self._changed = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -99,13 +99,14 @@ class RemoteProcess:
     def take(self, state: LifeState) -> None:
         """Take what the service reports."""
         self.is_reported = True
-        self.waits_for = state.waits_for
-        self.host = state.host
+        if state.waits_for not in {"", self._waits_for}:
+            logger.info("waiting name=%s for=%s", self.identity.name, state.waits_for)
+        self._waits_for = state.waits_for
         if state.pid and state.pid != self.identity.pid:
             self.identity = replace(
                 self.identity, pid=state.pid, start_ticks=state.start_ticks, boot_id=state.boot_id
             )
-            logger.info("placed name=%s host=%s pid=%d", self.identity.name, self.host, state.pid)
+            logger.info("placed name=%s host=%s pid=%d", self.identity.name, state.host, state.pid)
             self._wake()
         if state.over:
             self.end(Exit(state.code, state.why))
@@ -169,17 +170,9 @@ class RemoteProcesses:
         process = self._lives[identity.life] = RemoteProcess(identity, None, self._tell)
         return process
 
-    def end_marked(self, _marker: str) -> int:
+    def end_marked(self, _marker: str, /) -> int:
         """Do nothing: the host of a process ends what the process has left."""
         return 0
-
-    def host_of(self, name: str) -> str:
-        """Return the host of a living process, empty while there is none."""
-        return next((one.host for one in self._living() if one.identity.name == name), "")
-
-    def waiting(self) -> dict[str, str]:
-        """Return what each ordered process without a host waits for, by name."""
-        return {one.identity.name: one.waits_for for one in self._living() if one.waits_for}
 
     async def run(self) -> None:
         """Keep a connection to the service until cancelled; a lasting wait for it is logged."""
@@ -242,9 +235,6 @@ class RemoteProcesses:
             self._lives.pop(order.life, None)
         if self._writer is not None:
             self._writer.write(framed(order))
-
-    def _living(self) -> Iterator[RemoteProcess]:
-        return (one for one in self._lives.values() if one.over is None and not one.is_closed)
 
     def _forget_closed(self) -> None:
         self._lives = {life: one for life, one in self._lives.items() if not one.is_closed}

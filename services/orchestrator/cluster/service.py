@@ -179,7 +179,7 @@ class ClusterService:
             await self._call(backend.kill, answer.life)
             return
         self._write(life, answer.told)
-        news = self._book.answer(answer.life, answer.told)
+        news = self._book.answer(answer.life, answer.told, time.monotonic())
         if news is not None:
             logger.info("told name=%s host=%s pid=%d over=%s", news.name, news.host, news.pid, news.over)
             self._tell(news)

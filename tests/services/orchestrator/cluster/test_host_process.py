@@ -1,5 +1,6 @@
 """One life on a host: a real worker that reaches a real broker by TCP with a key; its lease, its output and its end."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -155,6 +156,28 @@ def test_a_killed_process_is_told_with_its_signal(hosts: Hosts) -> None:
     process.send(signal.SIGKILL, True)
     assert following.until(lambda told: told.state.over, "the end").state.code == -signal.SIGKILL
     process.close()
+
+
+def test_groups_that_the_run_does_not_take_are_kept(
+    hosts: Hosts, directories: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(_root: Path, spools: Path, **_: object) -> None:
+        spools.mkdir(parents=True, exist_ok=True)
+        (spools / "own-0").write_bytes(b"groups")
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(host_process, "resend_spools", never)
+    process = HostProcess(order(hosts), base_dir=hosts.code)
+    following = Following(process)
+    following.until(lambda told: told.state.pid, "a process")
+    process.send(signal.SIGKILL, True)
+    waits = "the run, to take the groups that it left"
+    assert not following.until(lambda told: told.state.waits_for == waits, "the delivery").state.over
+    process.close(timeout_s=30.0)
+    (kept,) = directories.glob("*/run/spools/own-0")
+    why = process.look(-1, 0.0).state.why
+    assert why == f"1 files of its groups stay unsent on its host, in {kept.parent}"
+    assert not [*directories.rglob("key")]
 
 
 def test_a_host_of_another_version_starts_nothing(hosts: Hosts) -> None:

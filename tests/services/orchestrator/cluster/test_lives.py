@@ -21,22 +21,22 @@ def begun(timeout_s: float = 10.0) -> LifeBook:
 
 def test_a_state_is_told_once() -> None:
     book = begun()
-    news = book.answer("a", told(pid=7, host="h"))
+    news = book.answer("a", told(pid=7, host="h"), 0.0)
     assert news is not None
     assert (news.pid, news.host) == (7, "h")
-    assert book.answer("a", told(pid=7, host="h")) is None
+    assert book.answer("a", told(pid=7, host="h"), 0.0) is None
     assert book.report().lives == (news,)
 
 
 def test_the_end_is_told_after_the_last_output() -> None:
     """The last line of the log is the reason of a crash."""
     book = begun()
-    assert book.answer("a", told(over=True, code=1, output=b"err", more=True)) is None
-    assert book.answer("a", told(over=True, code=1, output=b"or", offset=3)) is None
+    assert book.answer("a", told(over=True, code=1, output=b"err", more=True), 0.0) is None
+    assert book.answer("a", told(over=True, code=1, output=b"or", offset=3), 0.0) is None
     life = book.get("a")
     assert life is not None
     assert life.acked == 5
-    news = book.answer("a", told(over=True, code=1, offset=5))
+    news = book.answer("a", told(over=True, code=1, offset=5), 0.0)
     assert news is not None
     assert news.code == 1
     assert book.living() == []
@@ -55,17 +55,25 @@ def test_a_life_without_an_answer_is_given_up_in_time() -> None:
 
 def test_a_host_that_sets_up_slowly_is_no_missing_one() -> None:
     book = begun(timeout_s=10.0)
-    book.answer("a", told(waits_for="the run"))
+    book.answer("a", told(waits_for="the run"), 0.0)
     assert book.unplaced(100.0) == []
 
 
 def test_a_kill_that_is_not_carried_out_ends_the_life() -> None:
     book = begun()
-    book.answer("a", told(pid=7))
+    book.answer("a", told(pid=7), 0.0)
     book.killed("a", 5.0)
     book.killed("a", 9.0)
     assert book.unkillable(5.0 + KILL_S) == []
     assert len(book.unkillable(5.1 + KILL_S)) == 1
+
+
+def test_a_host_that_answers_after_a_kill_is_left_to_send_the_groups() -> None:
+    book = begun()
+    book.killed("a", 5.0)
+    book.answer("a", told(waits_for="the run"), 60.0)
+    assert book.unkillable(60.0 + KILL_S) == []
+    assert len(book.unkillable(60.1 + KILL_S)) == 1
 
 
 def test_a_released_life_is_forgotten() -> None:
@@ -73,7 +81,7 @@ def test_a_released_life_is_forgotten() -> None:
     assert book.release("a")
     assert not book.release("a")
     assert "a" not in book
-    assert book.answer("a", told(pid=7)) is None
+    assert book.answer("a", told(pid=7), 0.0) is None
 
 
 def test_a_found_life_asks_for_what_its_host_still_holds() -> None:

@@ -1,6 +1,7 @@
 """The cluster service and the orchestrator's side of it, over the real socket; the hosts are played."""
 
 import asyncio
+import logging
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -102,14 +103,18 @@ async def until(met: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_process_has_the_identity_and_the_log_of_its_host(tmp_path: Path) -> None:
+async def test_a_process_has_the_identity_and_the_log_of_its_host(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     layout, cluster = layout_of(tmp_path), FakeCluster()
-    async with serving(layout, cluster), supervising(layout) as (supervisor, remote):
+    caplog.set_level(logging.INFO)
+    async with serving(layout, cluster), supervising(layout) as (supervisor, _):
         supervisor.start(spec("e-0", layout))
         await until(lambda: supervisor.identity("e-0"))
         identity = supervisor.identity("e-0")
         assert identity is not None
-        assert (identity.pid, identity.boot_id, remote.host_of("e-0")) == (1000, "boot", "node-7")
+        assert (identity.pid, identity.boot_id) == (1000, "boot")
+        assert "placed name=e-0 host=node-7 pid=1000" in caplog.messages
         order = cluster.orders[identity.life]
         assert order.words == ("worker", "--worker", "e-0")
         assert order.addresses == ("tcp://127.0.0.1:7000",)
@@ -153,15 +158,18 @@ async def test_a_lost_host_loses_its_processes_alone(tmp_path: Path) -> None:
         assert supervisor.identity("e-1") == other
 
 
-async def test_without_a_node_the_reason_says_what_is_missing(tmp_path: Path) -> None:
+async def test_without_a_node_the_reason_says_what_is_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     layout, cluster = layout_of(tmp_path), FakeCluster()
+    caplog.set_level(logging.INFO)
     cluster.places = False
     async with (
         serving(layout, cluster, placement_timeout_s=0.3, worker_cpus=4.0),
-        supervising(layout) as (supervisor, remote),
+        supervising(layout) as (supervisor, _),
     ):
         supervisor.start(spec("e-0", layout))
-        await until(lambda: remote.waiting() == {"e-0": "a host of the cluster"})
+        await until(lambda: "waiting name=e-0 for=a host of the cluster" in caplog.messages)
         await until(lambda: supervisor.views()["e-0"].phase is Phase.FATAL)
         assert supervisor.views()["e-0"].reason.endswith(
             "no node has started it for 0.3 s: needs 4 CPU and 1 GPU; the largest node has 2 CPU"
