@@ -132,7 +132,7 @@ def up(config: RunConfig, options: UpOptions) -> int:
     cluster = looked_at(config)
     fetch(config, found.sources, tell=tell)
     token = secrets.token_hex(8)
-    with claimed(config.run.dir, token, resume=options.resume) as layout:
+    with claimed(config.run.dir, token, resume=options.resume) as layout, contextlib.ExitStack() as ending:
         os.close(private_fd(layout.log("up"), os.O_WRONLY | os.O_CREAT))
         set_up_logging(layout.log("up"))
         for each in (*found.failures, *found.advice):
@@ -141,7 +141,9 @@ def up(config: RunConfig, options: UpOptions) -> int:
             logger.info("from a hub key=%s name=%s commit=%s", one.key, one.name, one.commit)
         if found.sources:
             write_json(layout.hub, found.sources)
-        config = with_own_token(opened(config, layout, token, cluster), layout)
+        config = opened(config, layout, token, cluster)
+        ending.callback(closed, config, layout, token)
+        config = with_own_token(config, layout)
         write_json(layout.config, config)
         with (
             _listener(config, layout, as_json=options.as_json) as listener,
@@ -149,11 +151,8 @@ def up(config: RunConfig, options: UpOptions) -> int:
         ):
             view = make_view(config, plain=options.plain, as_json=options.as_json)
             launcher = Launcher(config, layout, token, view, listener, options, page)
-            try:
-                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                    return runner.run(launcher.run()).code
-            finally:
-                closed(config, layout, token)
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                return runner.run(launcher.run()).code
 
 
 def tell(text: str) -> None:
