@@ -137,9 +137,17 @@ def test_a_key_of_another_run_and_none_are_told_apart(gate: Gate, wrong: str) ->
     told = (
         "it asks for a key" if keys is None else "with key w-7: it is the broker of other keys, or no broker"
     )
-    with BlockingClient(gate.address, keys=keys) as client, pytest.raises(KeyRefusedError) as caught:
-        client.request(GetInfo(), 3.0)
-    assert told in str(caught.value)
+    until = time.monotonic() + LIMIT_S
+    with BlockingClient(gate.address, keys=keys) as client:
+        problem = ""
+        while told not in problem and time.monotonic() < until:
+            with pytest.raises(
+                BrokerUnavailableError
+            ) as caught:  # the first refusal may be a broker that just died
+                client.request(GetInfo(), 0.5)
+            problem = str(caught.value)
+    assert isinstance(caught.value, KeyRefusedError)
+    assert told in problem
 
 
 async def test_a_search_tells_and_asks_seldom(
