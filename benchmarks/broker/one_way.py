@@ -35,6 +35,7 @@ GROUPS: Final = 500
 """Counted groups of one round."""
 STAMP_BYTES: Final = 20
 GOAL: Final = 2.0
+MODULE: Final = "broker.one_way"
 
 
 def rows() -> Iterator[Row]:
@@ -56,18 +57,18 @@ def ours_ms(kind: str, percentile: int, shape: Shape = SHAPE) -> float:
     with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory:
         place = Path(directory)
         with stage.broker(RunLayout(place), stage.config(durability="memory")):
-            return _round(place, shape, percentile, (f"receive-{kind}", f"send-{kind}"))
+            return played(MODULE, place, shape, percentile, (f"receive-{kind}", f"send-{kind}"))
 
 
 def relay_ms(percentile: int, shape: Shape = SHAPE) -> float:
     """Run one round through a bare relay."""
     with tempfile.TemporaryDirectory(prefix="rolloutmq-bench-") as directory:
-        return _round(Path(directory), shape, percentile, ("relay-receive", "relay", "relay-send"))
+        return played(MODULE, Path(directory), shape, percentile, ("relay-receive", "relay", "relay-send"))
 
 
-def _round(directory: Path, shape: Shape, percentile: int, roles: Sequence[str]) -> float:
-    """Play the roles, the receiver first; return a percentile of what it measured."""
-    with stage.players("broker.one_way", [(role, directory, shape.word) for role in roles]) as players:
+def played(module: str, directory: Path, shape: Shape, percentile: int, roles: Sequence[str]) -> float:
+    """Play the roles of a module, the receiver first; return a percentile of what it measured."""
+    with stage.players(module, [(role, directory, shape.word) for role in roles]) as players:
         for player in players:
             player.wait_ready()
         for player in players:
@@ -88,7 +89,8 @@ def _stamped(shape: Shape) -> Iterator[Group]:
         )
 
 
-def _age_ms(sent_ns: int | str) -> float:
+def age_ms(sent_ns: int | str) -> float:
+    """Return the milliseconds since that time of the performance counter."""
     return (time.perf_counter_ns() - int(sent_ns)) / 1e6
 
 
@@ -108,7 +110,7 @@ async def _receive(directory: Path, shape: Shape) -> None:
         await asyncio.to_thread(stage.ready)
         took = []
         async for batch in consumer:
-            took.append(_age_ms(batch.groups[0].group_id))
+            took.append(age_ms(batch.groups[0].group_id))
             await batch.ack()
             if len(took) == WARM_UP + GROUPS:
                 break
@@ -131,7 +133,7 @@ def _receive_blocking(directory: Path, shape: Shape) -> None:
         stage.ready()
         took = []
         for batch in consumer:
-            took.append(_age_ms(batch.groups[0].group_id))
+            took.append(age_ms(batch.groups[0].group_id))
             batch.ack()
             if len(took) == WARM_UP + GROUPS:
                 break
@@ -139,14 +141,15 @@ def _receive_blocking(directory: Path, shape: Shape) -> None:
 
 
 @contextlib.contextmanager
-def _socket(kind: int) -> Iterator["zmq.Socket[bytes]"]:
-    with zmq.Context() as context, context.socket(kind) as socket:
-        socket.linger = 0
-        yield socket
+def opened(kind: int) -> Iterator["zmq.Socket[bytes]"]:
+    """Open a socket with a context of its own."""
+    with zmq.Context() as context, context.socket(kind) as made:
+        made.linger = 0
+        yield made
 
 
 def _relay(directory: Path, _shape: Shape) -> None:
-    with _socket(zmq.PULL) as inward, inward.context.socket(zmq.PUSH) as outward:
+    with opened(zmq.PULL) as inward, inward.context.socket(zmq.PUSH) as outward:
         outward.linger = 0
         inward.bind(f"ipc://{directory}/in")
         outward.bind(f"ipc://{directory}/out")
@@ -156,7 +159,7 @@ def _relay(directory: Path, _shape: Shape) -> None:
 
 def _relay_send(directory: Path, shape: Shape) -> None:
     bodies = workload.bodies(shape)
-    with _socket(zmq.PUSH) as push:
+    with opened(zmq.PUSH) as push:
         push.connect(f"ipc://{directory}/in")
         stage.ready()
         for body in islice(cycle(bodies), WARM_UP + GROUPS):
@@ -166,10 +169,10 @@ def _relay_send(directory: Path, shape: Shape) -> None:
 
 
 def _relay_receive(directory: Path, _shape: Shape) -> None:
-    with _socket(zmq.PULL) as pull:
+    with opened(zmq.PULL) as pull:
         pull.connect(f"ipc://{directory}/out")
         stage.ready()
-        took = [_age_ms(pull.recv()[:STAMP_BYTES].decode()) for _ in range(WARM_UP + GROUPS)]
+        took = [age_ms(pull.recv()[:STAMP_BYTES].decode()) for _ in range(WARM_UP + GROUPS)]
         print(*took, flush=True)
 
 
