@@ -29,7 +29,7 @@ from benchmarks.broker import (
 from benchmarks.end_to_end import panel
 from benchmarks.harness import results
 from benchmarks.harness.row import Row
-from benchmarks.network import curve
+from benchmarks.network import curve, fleet
 from benchmarks.queues import atropos, gateway, skyrl, transferqueue
 from benchmarks.rewards import sampling
 from benchmarks.sdk import group_cpu, profiler, user_path
@@ -54,6 +54,7 @@ PARTS: Final = {
     "throughput": Part(throughput.rows),
     "group-cpu": Part(group_cpu.rows),
     "curve": Part(curve.rows),
+    "fleet": Part(fleet.rows),
     "atropos": Part(atropos.rows, atropos.missing),
     "gateway": Part(gateway.rows, atropos.missing),
     "transferqueue": Part(transferqueue.rows, transferqueue.missing),

@@ -190,7 +190,7 @@ class _Way:
         return self._client
 
     async def silent(self, seconds: float) -> None:
-        """Note that the broker has not answered for so long."""
+        """Note that the broker has not answered an attempt; the time beyond the attempt is this loop's own delay."""
         if self._client is None:
             return
         by_tcp = self._client.address.startswith("tcp://")
@@ -198,7 +198,7 @@ class _Way:
             self._silent_s = 0.0
             return
         least_s = ATTEMPTS_BY_TCP * ATTEMPT_S if by_tcp else ATTEMPT_S
-        self._silent_s += seconds
+        self._silent_s += min(seconds, ATTEMPT_S)
         if self._silent_s >= max(least_s, self._patience_s):
             self._patience_s = min(2 * self._silent_s, LONGEST_S)
             await self.leave()

@@ -67,7 +67,7 @@ def test_a_run_places_its_workers_and_goes_on_where_gpus_are_cordoned_and_lost(
             "telemetry.interval_s=0.1",
         ],
         fault=steer,
-        deadline_s=100.0,
+        deadline_s=400.0,
     )
 
     assert code == 130

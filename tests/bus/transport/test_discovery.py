@@ -18,6 +18,7 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.requests import GetInfo
 from rolloutmq.services.broker.server import running_broker
 
 LIMIT_S = 60.0
@@ -140,6 +141,29 @@ async def test_a_silent_connection_is_replaced_ever_later(monkeypatch: pytest.Mo
     first, second, third, fourth = clients.values()
     assert second - first >= discovery.ATTEMPTS_BY_TCP - 1
     assert fourth - third > second - first
+    mute.close(0)
+    context.term()
+
+
+async def test_a_loop_that_was_held_up_keeps_its_connection() -> None:
+    """An attempt that a busy loop notices late says nothing about the broker, and another handshake costs it much."""
+    context = make_context(2)
+    mute = sockets.serve_router(context, 1 << 10)
+    address = sockets.bind_remote(mute, ["tcp://127.0.0.1:*"], "")
+    way = discovery._Way(context, None)
+    client = await way.client_of(address, None)
+    asking = asyncio.create_task(client.request(GetInfo(), LIMIT_S))
+    async with asyncio.timeout(LIMIT_S):
+        while not mute.poll(0):  # noqa: ASYNC110 - it polls
+            await asyncio.sleep(0.001)
+    for _ in range(discovery.ATTEMPTS_BY_TCP - 1):
+        await way.silent(1000.0)
+        assert await way.client_of(address, None) is client
+    await way.silent(1000.0)
+    assert await way.client_of(address, None) is not client
+    asking.cancel()
+    await asyncio.wait({asking})
+    await way.leave()
     mute.close(0)
     context.term()
 
