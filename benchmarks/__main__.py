@@ -19,7 +19,6 @@ from benchmarks.broker import (
     latency,
     mark,
     memory,
-    minimal,
     one_way,
     producers,
     start,
@@ -30,7 +29,7 @@ from benchmarks.end_to_end import panel
 from benchmarks.harness import results
 from benchmarks.harness.row import Row
 from benchmarks.network import curve, fleet
-from benchmarks.queues import atropos, gateway, skyrl, transferqueue
+from benchmarks.queues import atropos, gateway, minimal, skyrl, transferqueue
 from benchmarks.rewards import sampling
 from benchmarks.sdk import group_cpu, profiler, user_path
 from benchmarks.training import distillation, lending, scoring, stream, trl, weights

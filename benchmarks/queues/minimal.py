@@ -4,7 +4,7 @@ PUSH -> a Python loop that decodes one envelope and answers the request that wai
 and makes three arrays. It has no rules: no session, credit, lease, checksum, journal, or count. Its latency is a floor
 for a bus whose ends are event loops of Python, and no promise.
 
-    python -m benchmarks.broker.minimal ROLE DIRECTORY SHAPE    one process of a round
+    python -m benchmarks.queues.minimal ROLE DIRECTORY SHAPE    one process of a round
 """
 
 import asyncio
@@ -27,7 +27,7 @@ from benchmarks.harness import stage, workload
 from benchmarks.harness.row import Row, near
 from benchmarks.harness.workload import Shape
 
-MODULE: Final = "broker.minimal"
+MODULE: Final = "queues.minimal"
 ROLES: Final = ("receive", "broker", "send")
 
 
