@@ -80,10 +80,12 @@ class Departure:
                 self._crc = checksum(piece, self._crc)
                 self._summed += piece.size
             mark = MARK.pack(self._crc) if self._summed == data.size else b""
-            parts = data[self._sent : self._summed], mark[max(0, self._sent - data.size) :]
-            took = self._channel.push(*parts)
+            left = self._summed + len(mark) - self._sent
+            took = self._channel.push(
+                data[self._sent : self._summed], mark[max(0, self._sent - data.size) :]
+            )
             self._sent += took
-            if took < sum(map(len, parts)):
+            if took < left:
                 return False
         return True
 
