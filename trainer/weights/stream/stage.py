@@ -177,7 +177,7 @@ class Stage:
     def kept(self) -> Iterator[tuple[int, Bytes]]:
         """Yield the chunks that are here, those behind one another together: the number of the first, and their bytes.
 
-        The C library copies many bytes at once past the caches, in half the time.
+        Many bytes at once are copied for half the CPU, see `segment.COPY_BYTES`.
         """
         found = np.flatnonzero(self._known)
         for run in np.split(found, np.flatnonzero(np.diff(found) > 1) + 1):

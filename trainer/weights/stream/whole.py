@@ -81,9 +81,7 @@ class Departure:
                 self._summed += piece.size
             mark = MARK.pack(self._crc) if self._summed == data.size else b""
             left = self._summed + len(mark) - self._sent
-            took = self._channel.push(
-                data[self._sent : self._summed], mark[max(0, self._sent - data.size) :]
-            )
+            took = self._channel.push(data[self._sent : self._summed], mark[max(0, self._sent - data.size) :])
             self._sent += took
             if took < left:
                 return False
