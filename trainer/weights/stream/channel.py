@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, Protocol, Self
 
@@ -37,7 +37,7 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.trainer.weights.stream.chunks import CHUNK_BYTES, Bytes
 from rolloutmq.trainer.weights.stream.messages import HEADER, SMALL_BYTES, Kind
 
-MAGIC: Final = b"RMQ-WEIGHTS-2\n"
+MAGIC: Final = b"RMQ-WEIGHTS-3\n"
 NONCE_BYTES: Final = 16
 PROOF_BYTES: Final = 32
 TAG_BYTES: Final = 16
@@ -114,8 +114,8 @@ class Channel:
         hello = MAGIC + struct.pack("<H", len(ticket.shown)) + ticket.shown + mine
         self._send(hello)
         try:
-            answer = self._exactly(len(MAGIC) + 1 + NONCE_BYTES)
-            proof = self._exactly(PROOF_BYTES)
+            answer = self.exactly(len(MAGIC) + 1 + NONCE_BYTES)
+            proof = self.exactly(PROOF_BYTES)
         except WeightsNotSentError as error:
             raise lost(
                 self.peer, f"no answer to the ticket, which it may have refused ({error.why})"
@@ -160,15 +160,15 @@ class Channel:
         return channel
 
     def _examine(self, key_of: Any, *, sealed: bool) -> None:
-        start = self._exactly(len(MAGIC) + 2)
+        start = self.exactly(len(MAGIC) + 2)
         size = struct.unpack_from("<H", start, len(MAGIC))[0]
         if not start.startswith(MAGIC) or size > TICKET_BYTES:
             raise MalformedError(f"weights: {self.peer} is no receiver of this version")
-        rest = self._exactly(size + NONCE_BYTES)
+        rest = self.exactly(size + NONCE_BYTES)
         answer = MAGIC + bytes((sealed,)) + secrets.token_bytes(NONCE_BYTES)
         keys = Keys(key_of(rest[:size]), start + rest + answer)
         self._send(answer + keys.proof(b"sender"))
-        if not hmac.compare_digest(self._exactly(PROOF_BYTES), keys.proof(b"receiver")):
+        if not hmac.compare_digest(self.exactly(PROOF_BYTES), keys.proof(b"receiver")):
             raise MalformedError(f"weights: {self.peer} does not have the key of its ticket")
         if sealed:
             self._out, self._in = keys.ciphers(b"sender", b"receiver")
@@ -192,41 +192,41 @@ class Channel:
 
         Another thread may unload frames loaded before. A loaded frame is valid until `LOADED` further ones are loaded.
         """
-        size = len(data) + TAG_BYTES
-        self._loading = (self._loading + 1) % len(self._buffers)
-        if self._buffers[self._loading].size < size:
-            self._buffers[self._loading] = np.empty(CHUNK_BYTES + TAG_BYTES, np.uint8)
-        into = self._buffers[self._loading][:size]
+        into = self._next_buffer(len(data) + TAG_BYTES)
         if self._out is not None:
             return self._packed(kind, body, data, into)
         np.copyto(into[: len(data)], data)
         return self._packed(kind, body, into[: len(data)])
 
-    def send_now(self, kind: Kind, body: bytes, data: Bytes, left: int | None = None) -> int:
-        """Send as much of a clear frame as the network takes at once. Never waits.
+    def load_record(self, data: Bytes) -> "Loaded":
+        """Encrypt bytes that follow a frame, for `unload`; as `load` without a header. For a sealed connection."""
+        assert self._out is not None
+        into = self._next_buffer(len(data) + TAG_BYTES)
+        self._out.seal(data, b"", into)
+        return Loaded(b"", into)
 
-        Args:
-            kind, body, data: The frame.
-            left: Bytes of it that are not sent yet; None for all.
+    def push(self, *parts: Any) -> int:
+        """Send as much of clear bytes that follow a frame as the network takes at once; return how many. Never waits.
 
-        Returns:
-            Bytes of it that are not sent yet; if there are any, call `wait` and try again.
+        If that is not all, call `wait` and try again.
 
         Raises:
             WeightsNotSentError: The peer is gone.
         """
         assert self._out is None
-        start = HEADER.pack(kind, len(body), len(data)) + body
-        total = len(start) + len(data)
-        done = 0 if left is None else total - left
-        rest = memoryview(start)[done:], data[max(0, done - len(start)) :].data
         try:
-            done += self._socket.sendmsg(rest, (), socket.MSG_DONTWAIT)
+            return self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return total - done
+            return 0
         except OSError as error:
             raise lost(self.peer, _why(error)) from None
-        return total - done
+
+    def _next_buffer(self, size: int) -> Bytes:
+        """Return a buffer that is used again after `LOADED` others."""
+        self._loading = (self._loading + 1) % len(self._buffers)
+        if self._buffers[self._loading].size < size:
+            self._buffers[self._loading] = np.empty(CHUNK_BYTES + TAG_BYTES, np.uint8)
+        return self._buffers[self._loading][:size]
 
     def wait(self) -> None:
         """Wait until the network takes more.
@@ -255,7 +255,8 @@ class Channel:
         return Loaded(head + sealed.tobytes(), into if len(data) else b"")
 
     def _transmit(self, loaded: "Loaded") -> None:
-        self._send(loaded.start, more=len(loaded.data) > 0)
+        if loaded.start:
+            self._send(loaded.start, more=len(loaded.data) > 0)
         if len(loaded.data):
             self._send(loaded.data)
 
@@ -266,7 +267,7 @@ class Channel:
             WeightsNotSentError: The peer is gone, or silent for `STALL_S`.
             LimitExceededError, MalformedError, WeightsDamagedError: The frame is too large, unknown, or was changed.
         """
-        head = self._exactly(HEADER.size)
+        head = self.exactly(HEADER.size)
         number, size, data = HEADER.unpack(head)
         if size > limit:
             raise LimitExceededError("body of a frame of weights", size, limit)
@@ -276,7 +277,7 @@ class Channel:
             kind = Kind(number)
         except ValueError:
             raise MalformedError(f"weights: unknown frame {number} of {self.peer}") from None
-        body = self._exactly(size + (TAG_BYTES if self._in else 0))
+        body = self.exactly(size + (TAG_BYTES if self._in else 0))
         if self._in is not None:
             opened = bytearray(size)
             self._open(body, head, opened)
@@ -290,14 +291,32 @@ class Channel:
             WeightsNotSentError, WeightsDamagedError: As for `receive`.
         """
         if self._in is None or not frame.data:
-            self._fill(into)
+            self.fill(into)
             return
         size = frame.data + TAG_BYTES
         if len(self._buffer) < size:
             self._buffer = bytearray(CHUNK_BYTES + TAG_BYTES)
         with memoryview(self._buffer)[:size] as sealed:
-            self._fill(sealed)
+            self.fill(sealed)
             self._open(sealed, frame.head, into)
+
+    def records(self, sizes: Iterable[int]) -> Iterator[Bytes]:
+        """Receive encrypted bytes that follow a frame, as many as are asked for; for `open_record`.
+
+        Another thread may open those before. One is valid until `LOADED` further ones are received.
+        """
+        for size in sizes:
+            record = self._next_buffer(size + TAG_BYTES)
+            self.fill(record)
+            yield record
+
+    def open_record(self, record: Bytes, into: Any) -> None:
+        """Decrypt a record into a buffer of the size of its data. If that fails, the buffer holds anything.
+
+        Raises:
+            WeightsDamagedError: It was changed, or comes in another order.
+        """
+        self._open(record, b"", into)
 
     def _open(self, data: Any, head: bytes, into: Any) -> None:
         assert self._in is not None
@@ -306,14 +325,21 @@ class Channel:
         except ValueError:
             raise WeightsDamagedError(self.peer, "a frame was changed on its way") from None
 
-    def _exactly(self, count: int) -> bytes:
+    def exactly(self, count: int) -> bytes:
+        """Receive clear bytes that follow a frame. Blocks; raises as `receive`."""
         data = bytearray(count)
         with memoryview(data) as view:
-            self._fill(view)
+            self.fill(view)
         return bytes(data)
 
-    def _fill(self, view: memoryview) -> None:
-        done, until = 0, time.monotonic() + FRAME_S
+    def fill(self, view: Any, until: float | None = None) -> None:
+        """Receive clear bytes that follow a frame into a buffer. Blocks; raises as `receive`.
+
+        Args:
+            view: A buffer of bytes.
+            until: Time of the clock `monotonic` at which the peer counts as too slow; None is `FRAME_S` from now.
+        """
+        done, until = 0, time.monotonic() + FRAME_S if until is None else until
         while done < len(view):
             try:
                 got = self._socket.recv_into(view[done:], 0, socket.MSG_WAITALL)

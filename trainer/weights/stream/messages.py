@@ -5,7 +5,7 @@ A receiver asks, a sender answers, over one connection:
     receiver  FOLLOW  the write it has            sender  IDLE ...  while there is no other
                                                   sender  OFFER     a write: version, layout, size
     receiver  TAKE    the digests of its chunks   sender  MANIFEST  if the layout is new to the receiver
-                                                  sender  CHUNK ... whose digest differs
+                                                  sender  CHUNK ... whose digest differs, or WHOLE and all chunks
                                                   sender  DONE      numbers of both, and the sum of all digests
                                                   sender  RENEW     instead of an OFFER: connect with a new ticket
 
@@ -37,8 +37,8 @@ HEADER: Final = struct.Struct("<BII")
 """Kind of the frame, bytes of its body, bytes of its data."""
 CHUNK: Final = struct.Struct("<IIQ")
 """Number of the chunk, and its digest."""
-WHOLE: Final = struct.Struct("<II")
-"""Number of a chunk of a version that is sent whole, and its CRC32C; 0 in a sealed connection, which needs none."""
+WHOLE: Final = struct.Struct("<I")
+"""Number of the chunks that follow, see `whole`."""
 NAME_BYTES: Final = 128
 """Longest name of a write."""
 SMALL_BYTES: Final = 1 << 12
@@ -59,7 +59,7 @@ class Kind(IntEnum):
     DONE = 7
     RENEW = 8
     WHOLE = 9
-    """A chunk of a version that is sent whole."""
+    """A version that is sent whole."""
 
 
 class Follow(msgspec.Struct, frozen=True):

@@ -34,14 +34,13 @@ from rolloutmq.trainer.weights.stream.chunks import (
     CHUNK_BYTES,
     HERE,
     Digests,
+    checksum,
     count_of,
     digests,
-    tensors_at,
     unknown,
 )
 from rolloutmq.trainer.weights.stream.messages import (
     CHUNK,
-    WHOLE,
     Done,
     Follow,
     Kind,
@@ -55,6 +54,7 @@ from rolloutmq.trainer.weights.stream.messages import (
 )
 from rolloutmq.trainer.weights.stream.segment import WeightSegment, copy_parts
 from rolloutmq.trainer.weights.stream.stage import Stage
+from rolloutmq.trainer.weights.stream.whole import receive_whole, require_checksum
 
 logger = logging.getLogger(__name__)
 
@@ -222,31 +222,32 @@ class Receiver:
 
     def _receive_chunks(self, channel: Channel, offer: Offer) -> tuple[int, Done]:
         assert self._stage is not None
+        assert self._segment is not None
         sent = 0
         while (frame := channel.receive()).kind in {Kind.CHUNK, Kind.WHOLE}:
-            whole = frame.kind is Kind.WHOLE
-            header = WHOLE if whole else CHUNK
-            if len(frame.body) != header.size:
-                raise MalformedError(f"weights: a chunk with a header of {len(frame.body)} bytes")
-            index, crc, *total = header.unpack(frame.body)
-            count = count_of(offer.nbytes)
-            size = min(CHUNK_BYTES, offer.nbytes - index * CHUNK_BYTES)
-            if index >= count or frame.data != size:
-                raise MalformedError(f"weights: chunk {index} of {count} with {frame.data} bytes")
-            channel.data_into(frame, self._stage.place(index).data)
-            # What a cipher has authenticated needs no second proof; else the CRC32C shows damage on the way.
-            if not channel.sealed and self._stage.checksum(index) != crc:
-                assert self._segment is not None
-                names = tensors_at(self._segment.manifest, index)
-                raise WeightsDamagedError(
-                    channel.peer, f"chunk {index} ({names}) does not match its checksum"
-                )
-            if whole:
-                self._stage.keep_whole(index)
+            if frame.kind is Kind.WHOLE:
+                sent += receive_whole(channel, frame, self._stage, self._segment.manifest)
             else:
-                self._stage.keep(index, (crc, *total, 1))
-            sent += 1
+                self._receive_chunk(channel, frame, offer)
+                sent += 1
         return sent, decoded(_expected(frame, Kind.DONE), Done)
+
+    def _receive_chunk(self, channel: Channel, frame: Frame, offer: Offer) -> None:
+        assert self._stage is not None
+        assert self._segment is not None
+        if len(frame.body) != CHUNK.size:
+            raise MalformedError(f"weights: a chunk with a header of {len(frame.body)} bytes")
+        index, crc, total = CHUNK.unpack(frame.body)
+        count = count_of(offer.nbytes)
+        size = min(CHUNK_BYTES, offer.nbytes - index * CHUNK_BYTES)
+        if index >= count or frame.data != size:
+            raise MalformedError(f"weights: chunk {index} of {count} with {frame.data} bytes")
+        place = self._stage.place(index)
+        channel.data_into(frame, place.data)
+        # What a cipher has authenticated needs no second proof; else the CRC32C shows damage on the way.
+        if not channel.sealed:
+            require_checksum(channel.peer, self._segment.manifest, index, same=checksum(place) == crc)
+        self._stage.keep(index, (crc, total, 1))
 
     def _require_whole(self, channel: Channel, sent: int, done: Done) -> None:
         assert self._stage is not None

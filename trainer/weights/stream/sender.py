@@ -13,10 +13,8 @@ import logging
 import socket
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Final
 
 import msgspec
@@ -24,12 +22,12 @@ import msgspec
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.transport.keys import ticket
 from rolloutmq.schemas.errors import AddressInUseError, RolloutMQError, WeightsNotSentError
+from rolloutmq.trainer.weights.stream.ahead import ahead
 from rolloutmq.trainer.weights.stream.channel import LOADED, Channel, Loaded
 from rolloutmq.trainer.weights.stream.chunks import Digests, unknown
 from rolloutmq.trainer.weights.stream.chunks import decoded as decoded_table
 from rolloutmq.trainer.weights.stream.messages import (
     CHUNK,
-    WHOLE,
     Done,
     Follow,
     Kind,
@@ -40,6 +38,7 @@ from rolloutmq.trainer.weights.stream.messages import (
     take_limit,
 )
 from rolloutmq.trainer.weights.stream.snapshots import LOOK_S, Snapshot, Snapshots
+from rolloutmq.trainer.weights.stream.whole import send_whole
 
 logger = logging.getLogger(__name__)
 
@@ -226,7 +225,7 @@ class Transfers:
         if take.manifest:
             self._channel.send(Kind.MANIFEST, snapshot.encoded)
         if snapshot.whole and not take.resumes:
-            sent, table = self._send_all(snapshot), None
+            sent, table = send_whole(self._channel, snapshot), None
         else:
             sent = self._send_chunks(snapshot, take)
             table = table_sum(snapshot.table())
@@ -245,36 +244,13 @@ class Transfers:
         Another thread makes digests and ciphers of the next chunks while this one waits for the network.
         """
         theirs = decoded_table(take.digests, len(snapshot))
-        return self._unload(self._loaded(snapshot, unknown(len(snapshot)) if theirs is None else theirs))
-
-    def _send_all(self, snapshot: Snapshot) -> int:
-        """Send all chunks without digests, clear ones without a copy; return their number."""
-        if self._channel.sealed:
-            return self._unload(self._sealed(snapshot))
-        for index in range(len(snapshot)):
-            body, left = WHOLE.pack(index, snapshot.checksum(index)), None
-            while left != 0:
-                if left is not None:
-                    self._channel.wait()
-                with snapshot.chunk(index) as data:
-                    left = self._channel.send_now(Kind.WHOLE, body, data, left)
-        return len(snapshot)
-
-    def _unload(self, chunks: Iterator[Loaded]) -> int:
+        known = unknown(len(snapshot)) if theirs is None else theirs
         sent = 0
-        with ThreadPoolExecutor(1, "weights-loader") as loader:
-            ahead = deque(loader.submit(next, chunks, None) for _ in range(LOADED))
-            while (loaded := ahead.popleft().result()) is not None:
-                ahead.append(loader.submit(next, chunks, None))
+        with closing(ahead(self._loaded(snapshot, known), LOADED, "weights-loader")) as chunks:
+            for loaded in chunks:
                 self._channel.unload(loaded)
                 sent += 1
         return sent
-
-    def _sealed(self, snapshot: Snapshot) -> Iterator[Loaded]:
-        for index in range(len(snapshot)):
-            with snapshot.chunk(index) as data:
-                loaded = self._channel.load(Kind.WHOLE, WHOLE.pack(index, 0), data)
-            yield loaded
 
     def _loaded(self, snapshot: Snapshot, theirs: Digests) -> Iterator[Loaded]:
         for index in range(len(snapshot)):

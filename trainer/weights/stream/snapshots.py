@@ -33,7 +33,6 @@ from rolloutmq.trainer.weights.stream.chunks import (
     HERE,
     Bytes,
     Digests,
-    checksum,
     chunk,
     count_of,
     digest,
@@ -129,13 +128,14 @@ class Snapshot:
                 self.digests[index] = digest(data)
         return row.item()  # type: ignore[no-any-return]
 
-    def checksum(self, index: int) -> int:
-        """Return the CRC32C of a chunk; computed once for all receivers. For any thread."""
+    def known_checksum(self, index: int) -> int | None:
+        """Return the CRC32C of a chunk, or None if nobody has computed it. For any thread."""
         row = self.digests[index]
-        if not row["known"]:
-            with self.chunk(index) as data:
-                self.digests[index] = (checksum(data), 0, HERE)
-        return int(row["crc"])
+        return int(row["crc"]) if row["known"] else None
+
+    def note_checksum(self, index: int, crc: int) -> None:
+        """Note the CRC32C of a chunk for the other receivers. For any thread."""
+        self.digests[index] = (crc, 0, HERE)
 
     def table(self) -> Digests:
         """Return all digests."""

@@ -29,7 +29,6 @@ from rolloutmq.trainer.weights.stream.chunks import (
     DIGEST,
     HERE,
     Bytes,
-    checksum,
     chunk,
     count_of,
     digest,
@@ -54,6 +53,7 @@ class Stage:
         count = count_of(nbytes)
         self.table = np.frombuffer(self._memory, DIGEST, count, _PAGE)
         """Digests of the chunks that are here; changes with them."""
+        self._known = self.table["known"]
         self._data: Bytes = np.frombuffer(self._memory, np.uint8, nbytes, _data_at(nbytes))
         self._allocated = np.zeros(count, bool)
 
@@ -125,7 +125,7 @@ class Stage:
         Raises:
             MissingError: There is not enough shared memory.
         """
-        self.table[index]["known"] = 0
+        self._known[index] = 0
         if not self._allocated[index]:
             self._allocate(index)
         return chunk(self._data, index)
@@ -147,18 +147,14 @@ class Stage:
         """Return the digest of the bytes of a chunk, as they are now."""
         return digest(chunk(self._data, index))
 
-    def checksum(self, index: int) -> int:
-        """Return the CRC32C of the bytes of a chunk, as they are now."""
-        return checksum(chunk(self._data, index))
-
     def keep(self, index: int, found: tuple[int, int, int]) -> None:
         """Count a chunk as received."""
         self.table[index] = (*found[:2], 0)
-        self.table[index]["known"] = 1
+        self._known[index] = 1
 
     def keep_whole(self, index: int) -> None:
         """Count a chunk as received that came without a digest."""
-        self.table[index] = (0, 0, HERE)
+        self._known[index] = HERE
 
     def complete(self) -> None:
         """Make the digests of chunks that came without one: a transfer broke off, and the next one needs them."""
@@ -179,9 +175,14 @@ class Stage:
         self._mark(0, PolicyVersion(), "")
 
     def kept(self) -> Iterator[tuple[int, Bytes]]:
-        """Yield the number and the bytes of each chunk that is here."""
-        for index in np.flatnonzero(self.table["known"]).tolist():
-            yield index, chunk(self._data, index)
+        """Yield the chunks that are here, those behind one another together: the number of the first, and their bytes.
+
+        Many bytes at once are copied for half the CPU, see `segment.COPY_BYTES`.
+        """
+        found = np.flatnonzero(self._known)
+        for run in np.split(found, np.flatnonzero(np.diff(found) > 1) + 1):
+            if run.size:
+                yield int(run[0]), self._data[run[0] * CHUNK_BYTES : (run[-1] + 1) * CHUNK_BYTES]
 
     def close(self, file: Path, *, remove: bool = False) -> None:
         """Release the stage, for the next life of the receiver; with `remove`, remove it and the file that names it."""
@@ -190,7 +191,7 @@ class Stage:
             self._segment.path.unlink(missing_ok=True)
         else:
             self._segment.release()
-        del self.table, self._data
+        del self.table, self._known, self._data
         os.close(self._segment.fd)
 
 

@@ -56,6 +56,15 @@ def test_kept_chunks_are_there_in_the_next_life(file: Path) -> None:
     assert not file.exists()
 
 
+def test_chunks_behind_one_another_are_kept_as_one(file: Path) -> None:
+    stage = Stage.create(LAYOUT, NBYTES, file)
+    for index in (0, 2, 3, 5):
+        put(stage, index, index)
+    found = [(index, sorted(set(data.tolist())), data.size) for index, data in stage.kept()]
+    assert found == [(0, [0], CHUNK_BYTES), (2, [2, 3], 2 * CHUNK_BYTES), (5, [5], 100)]
+    stage.close(file, remove=True)
+
+
 def test_a_chunk_that_is_overwritten_does_not_count_meanwhile(file: Path) -> None:
     stage = Stage.create(LAYOUT, NBYTES, file)
     put(stage, 1, 7)
