@@ -44,6 +44,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
 from rolloutmq.services.orchestrator.cluster.opening import reached_at
 from rolloutmq.services.orchestrator.cluster.remote_processes import short_path
 from rolloutmq.services.orchestrator.cluster.resources import need_of, shortage
+from rolloutmq.services.orchestrator.cluster.sent_code import excluded
 from rolloutmq.services.orchestrator.supervision.worker_table import env_of
 from rolloutmq.services.process.identity import inherited_token
 from rolloutmq.services.process.lock import only_one
@@ -268,17 +269,6 @@ def namespace_of(layout: RunLayout) -> str:
     """Return the name of a run directory on a cluster: the same after a resume, and of no other directory."""
     place = f"{socket.gethostname()}:{os.geteuid()}:{layout.root.resolve()}"
     return f"rolloutmq-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
-
-
-def excluded(config: RunConfig, layout: RunLayout) -> list[str]:
-    """Return what of the configuration's directory is not sent to the hosts: the run itself, its keys and secrets."""
-    base = config.base_dir.resolve()
-    secret = [Path(config.broker.keys)] if config.broker.keys else []
-    secret += [path for path in (config.run.http_token_file, config.run.tls_key) if path is not None]
-    # A link is left out under its own name, and its target under its name, too.
-    named = [Path(os.path.abspath(base / path)) for path in secret]  # noqa: PTH100 - it keeps links
-    places = dict.fromkeys([layout.root.resolve(), *named, *(path.resolve() for path in named)])
-    return [str(path.relative_to(base)) for path in places if path != base and path.is_relative_to(base)]
 
 
 def main(run_dir: Path) -> int:

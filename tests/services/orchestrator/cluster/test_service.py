@@ -16,9 +16,8 @@ from rolloutmq.schemas.errors import MissingError, RunDirInUseError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Restart, Role
 from rolloutmq.services.orchestrator.cluster.messages import FRAME_LIMIT_BYTES, Demand
-from rolloutmq.services.orchestrator.cluster.ray_backend import EXCLUDES
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses, short_path
-from rolloutmq.services.orchestrator.cluster.service import ClusterService, excluded
+from rolloutmq.services.orchestrator.cluster.service import ClusterService
 from rolloutmq.services.orchestrator.supervision.core import (
     KILL_LADDER,
     Backoff,
@@ -347,22 +346,3 @@ async def test_a_client_of_another_protocol_disturbs_nobody(tmp_path: Path) -> N
         writer.close()
         supervisor.start(spec("e-0", layout))
         await until(lambda: supervisor.identity("e-0"))
-
-
-def test_secrets_beside_the_code_are_not_sent(tmp_path: Path) -> None:
-    base, layout = tmp_path / "cfg", RunLayout(tmp_path / "cfg" / "own" / "a")
-    layout.root.mkdir(parents=True)
-    (base / "secret").mkdir()
-    (base / "keys").symlink_to("secret")
-    (tmp_path / "tls.key").touch()
-    tree = config().model_dump()
-    tree["base_dir"] = base
-    tree["broker"] |= {"keys": "keys", "insecure": False}
-    tree["run"] |= {
-        "http_token_file": "http.token",
-        "tls_cert": "c.pem",
-        "tls_key": str(tmp_path / "tls.key"),
-    }
-    found = excluded(RunConfig.model_validate(tree), layout)
-    assert sorted(found) == ["http.token", "keys", "own/a", "secret"]
-    assert "*.key" in EXCLUDES
