@@ -525,6 +525,31 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     """It is given up, or will be once it has ended."""
     returns: bool = False
     """It is being ended for a failure, and starts again."""
+    host: str = ""
+    """Host of its process, if a cluster has found one."""
+    node: str = ""
+    """Id of its node on the cluster; empty for a worker of the run's own host, and while none is found."""
+
+
+class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of the cluster on which workers may run.
+
+    Attributes:
+        node: Its id on the cluster.
+        host: Its host.
+        total, free: CPUs and GPUs, and what nobody uses of them.
+        workers: Workers of this run on it.
+        cordoned: Why it gets no new workers and loses those that it has; empty if it is in use.
+        order: Number of the operators' last order for it, which was carried out.
+    """
+
+    node: str
+    host: str = ""
+    total: dict[str, float] = {}
+    free: dict[str, float] = {}
+    workers: tuple[str, ...] = ()
+    cordoned: str = ""
+    order: int = 0
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -575,6 +600,10 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     engine_lives: tuple[WorkerRecord, ...] = ()
     """The inference servers beyond the first, except those that ended in order."""
     workers: tuple[WorkerRecord, ...] = ()
+    nodes: tuple[NodeRecord, ...] = ()
+    """The nodes of the cluster on which the workers run."""
+    limits: dict[str, str] = {}
+    """Why an environment has fewer workers than it wants, where the cluster has no room."""
     environments: tuple[EnvironmentRecord, ...] = ()
     """What is known of the workers of each environment."""
     settings: dict[str, bool | int | float | str] = {}

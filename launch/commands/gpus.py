@@ -1,4 +1,4 @@
-"""`rolloutmq cordon` and `uncordon`: keep new workers off a GPU of a running run, or allow them again."""
+"""`rolloutmq cordon` and `uncordon`: keep new workers off a GPU or a node of a running run, or allow them again."""
 
 import sys
 import time
@@ -9,11 +9,14 @@ from typing import Final
 from rolloutmq.bus.transport.endpoint import resolve_blocking
 from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
+from rolloutmq.launch.commands.remote import nodes
 from rolloutmq.schemas.errors import ConfigError, UsageError
 from rolloutmq.schemas.files import GpuRecord, RunLayout
 from rolloutmq.schemas.wire.hardware import CordonGpu, GpuOrdered, UncordonGpu
 from rolloutmq.services.monitor.status.confirmation import CONFIRM_S, LOOK_S, unconfirmed
 from rolloutmq.services.monitor.status.gpus import read_gpus
+from rolloutmq.services.monitor.status.worker_view import supervision_of
+from rolloutmq.services.monitor.text.nodes import nodes_of
 
 ANSWER_S: Final = 5.0
 """Longest wait for the broker's reply."""
@@ -22,26 +25,32 @@ REASON_LIMIT: Final = 200
 
 
 def cordon(run_dir: Path, gpu: str, reason: str) -> int:
-    """Keep new workers off a GPU; return the exit code.
+    """Keep new workers off a GPU or a node; return the exit code.
 
     Raises:
-        UsageError: No GPU of the run matches.
+        UsageError: No GPU and no node of the run matches.
         ConfigError: Several do, or the reason is too long.
     """
     if len(reason) > REASON_LIMIT:
         raise ConfigError("reason", f"too long; use at most {REASON_LIMIT} characters")
-    uuid = resolve(gpu, read_gpus(RunLayout(run_dir)).gpus)
+    layout = RunLayout(run_dir)
+    if (node := nodes.named(gpu, nodes_of(supervision_of(layout)))) is not None:
+        return nodes.order(layout, node, cordoned=True, reason=reason)
+    uuid = resolve(gpu, read_gpus(layout).gpus)
     return _order(run_dir, CordonGpu(gpu=uuid, reason=reason))
 
 
 def uncordon(run_dir: Path, gpu: str) -> int:
-    """Allow new workers on a GPU again, for any cause of the cordon; return the exit code.
+    """Allow new workers on a GPU or a node again, for any cause of the cordon; return the exit code.
 
     Raises:
-        UsageError: No GPU of the run matches.
+        UsageError: No GPU and no node of the run matches.
         ConfigError: Several do.
     """
-    uuid = resolve(gpu, read_gpus(RunLayout(run_dir)).gpus)
+    layout = RunLayout(run_dir)
+    if (node := nodes.named(gpu, nodes_of(supervision_of(layout)))) is not None:
+        return nodes.order(layout, node, cordoned=False)
+    uuid = resolve(gpu, read_gpus(layout).gpus)
     return _order(run_dir, UncordonGpu(gpu=uuid))
 
 

@@ -12,7 +12,13 @@ STEER: Final = "Steer"
 
 app = typer.Typer()
 
-Gpu = Annotated[str, typer.Argument(help="GPU UUID, or an unambiguous prefix of one.", show_default=False)]
+Gpu = Annotated[
+    str,
+    typer.Argument(
+        help="GPU UUID or id of a Ray node, or an unambiguous prefix; or the host of a node.",
+        show_default=False,
+    ),
+]
 
 
 @app.command(rich_help_panel=STEER)
@@ -103,7 +109,7 @@ def cordon(
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Keep new workers off a GPU; running workers stay."""
+    """Keep new workers off a GPU, whose workers stay; or off a Ray node, whose workers drain."""
     from rolloutmq.launch.commands import gpus
 
     where = mirrored(connect, key, run_dir, asks="CordonGpu") or to_change(run_dir)
@@ -118,7 +124,7 @@ def uncordon(
     key: Key = None,
     as_json: Json = False,
 ) -> None:
-    """Allow new workers on a cordoned GPU. The event that caused the cordon is ignored from now on."""
+    """Allow new workers on a cordoned GPU or node. The event that caused a GPU's cordon is ignored from now on."""
     from rolloutmq.launch.commands import gpus
 
     where = mirrored(connect, key, run_dir, asks="UncordonGpu") or to_change(run_dir)

@@ -112,6 +112,9 @@ class ClusterConfig(Section):
     placement_timeout_s: PositiveFloat = 60.0
     """Longest wait of a worker for a node. After it the worker counts as crashed, and the reason names the missing
     resources."""
+    autoscale: bool = True
+    """Ask Ray's autoscaler for room for the workers that the run wants. A cluster keeps one such request: of two runs
+    the last one counts."""
     lease_s: Annotated[float, Field(ge=LEASE_LEAST_S)] = 60.0
     """After this silence of the run a node ends its workers."""
     host: str = ""

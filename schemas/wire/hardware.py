@@ -12,7 +12,8 @@ from msgspec import Meta
 from rolloutmq.schemas.wire.envelope import Count, Message, Seconds
 
 GpuId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9/-]{0,95}\Z")]
-"""UUID of a GPU, as NVML reports it."""
+"""UUID of a GPU, as NVML reports it; or `NODE_PREFIX` and the id of a node of the cluster that runs the workers."""
+NODE_PREFIX: Final = "node/"
 Reason = Annotated[str, Meta(max_length=200)]
 
 
@@ -38,14 +39,14 @@ FATAL: Final = frozenset({Cause.LOST, Cause.RECOVERY, Cause.ECC, Cause.REMAP, Ca
 
 
 class CordonGpu(Message, tag="cordon_gpu", frozen=True, kw_only=True):
-    """Put no new workers on a GPU until `UncordonGpu`. Its present workers stay."""
+    """Put no new workers on a GPU until `UncordonGpu`. Its present workers stay; those of a node are drained."""
 
     gpu: GpuId
     reason: Reason = "asked"
 
 
 class UncordonGpu(Message, tag="uncordon_gpu", frozen=True, kw_only=True):
-    """Allow new workers on a cordoned GPU. The event that caused the cordon is ignored from now on."""
+    """Allow new workers on a cordoned GPU or node. The event that caused the cordon is ignored from now on."""
 
     gpu: GpuId
 

@@ -21,7 +21,7 @@ from rolloutmq.services.monitor.report.evaluation import NO_EVALUATIONS, Evaluat
 from rolloutmq.services.monitor.report.history import ran_s
 from rolloutmq.services.monitor.status import orchestrator_view, record_view, waits
 from rolloutmq.services.monitor.status.ended import EndedFigures, read_summary
-from rolloutmq.services.monitor.status.gpus import read_gpus
+from rolloutmq.services.monitor.status.gpus import read_gpus, with_limits
 from rolloutmq.services.monitor.status.worker_view import supervision_of
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ def read_files(layout: RunLayout, now: float, wall: float, decided_at: float | N
         answers=answers,
         ran_s=read("lives", lambda: ran_s(layout, wall), None),
         supervision=supervision,
-        book=read("gpus", lambda: read_gpus(layout), GpuBook()),
+        book=with_limits(read("gpus", lambda: read_gpus(layout), GpuBook()), supervision),
         engines=read("engines", lambda: tuple(engines_of(layout)), ()) if answers else (),
         outside=read("trainer", lambda: waits.outside(layout), "") if answers else "",
         unserved=read("inference", lambda: waits.unserved(layout), "") if answers else "",

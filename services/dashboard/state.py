@@ -24,7 +24,7 @@ from rolloutmq.services.monitor.profile.usage import part_of_run
 from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.status import curricula, waits
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, counted, in_order
-from rolloutmq.services.monitor.text import network
+from rolloutmq.services.monitor.text import network, nodes
 
 PROCESSES_SHOWN: Final = 64
 ENVIRONMENTS_SHOWN: Final = 256
@@ -94,7 +94,8 @@ def sections(shown: Shown, now: float, wall: float) -> Sections:
         wall: Seconds since the epoch.
     """
     board, files = shown.board, shown.files
-    pressure = board.pressure
+    pressure, on_cluster = board.pressure, nodes.nodes_of(board.supervision)
+    network_lines = network.lines(board.network, board.workers(), nodes.placed(on_cluster))
     return {
         "run": _run(shown, now),
         "queue": None if pressure is None else _queue(shown, pressure),
@@ -107,7 +108,7 @@ def sections(shown: Shown, now: float, wall: float) -> Sections:
         "engine_target": _engine_target(shown),
         "network": [
             {"what": one.label, "text": one.text, "unwell": one.is_unwell}
-            for one in network.lines(board.network, board.workers())
+            for one in (*nodes.lines(on_cluster), *network_lines)
         ],
         "gpus": _gpus(shown),
         "gpu_absence": "" if board.gpu_absence is None else board.gpu_absence.why,

@@ -37,6 +37,8 @@ from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BO
 from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog, resume
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
 from rolloutmq.services.orchestrator.bus_client import BusClient
+from rolloutmq.services.orchestrator.cluster.capacity.manager import ClusterManager
+from rolloutmq.services.orchestrator.cluster.capacity.room import NO_ROOM
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses
 from rolloutmq.services.orchestrator.engines.pool import EnginePool
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound
@@ -137,6 +139,7 @@ class Orchestrator:
         self._client = BusClient(layout, self._gpus.hear)
         self._state = StateFile(layout, token)
         self._remote = None if config.cluster.engine == "local" else RemoteProcesses(layout.cluster_socket)
+        self._cluster = None if self._remote is None else ClusterManager(config, self._remote)
         self._workers = Supervisor(
             token,
             _backoff(limits),
@@ -331,6 +334,7 @@ class Orchestrator:
                 self._workers, heard, self._client.pressure, self._drain_ladder
             ):
                 self._client.publish(standing)
+            self._look_at_cluster()
             for line in self._drains.look(self._workers.views(), heard, time.monotonic()):
                 logger.warning("unfinished rollouts are abandoned soon %s", line)
             self._decide(heard)
@@ -344,6 +348,18 @@ class Orchestrator:
                     await stop.wait()
             except TimeoutError:
                 continue
+
+    def _look_at_cluster(self) -> None:
+        """Follow the nodes of a run on a cluster."""
+        if self._cluster is not None:
+            pressure = self._client.pressure
+            orders = None if pressure is None else pressure.gpu_orders
+            self._cluster.attend(self._workers, orders, self._drain_ladder)
+            self._cluster.wants({scale.env: scale.asked(NO_ROOM) for scale in self._scaling.scales})
+            limits = {
+                scale.env: scale.limit for scale in self._scaling.scales if scale.decision.bound == NO_ROOM
+            }
+            self._state.placed(self._cluster.records(), self._cluster.places(), limits)
 
     def _drain_ladder(self, name: str) -> Ladder:
         return self._drain_ladders[env_of(name)]
@@ -470,6 +486,8 @@ class Orchestrator:
                 self._waits_for_gateway(env, now)
                 continue
             for _ in range(number):
+                if self._cluster is not None and not self._cluster.admits(env):
+                    break
                 spec = self._gpus.equipped(self._spec(self._tables[env].take()))
                 if spec is not None:
                     self._workers.start(spec)
@@ -486,13 +504,17 @@ class Orchestrator:
             logger.warning("not started, waiting for the gateway env=%s file=%s", env, self._layout.gateway)
 
     def _rooms(self, crews: Mapping[str, WorkerCounts], now: float) -> dict[str, WorkerRoom]:
-        """Return the limits from GPUs and failures, for environments that have one: the narrower one."""
+        """Return the limits from GPUs, failures and the cluster, for environments that have one: the narrower one."""
         rooms = {}
         for env, crew in crews.items():
             limit = self._gpus.limit(env, crew.current, self._bounds.config.environment[env].max_workers)
             found = [WorkerRoom(limit.count, NO_GPU, limit.reason)] if limit is not None else []
             if (failing := self._replacements[env].room(crew, now)) is not None:
                 found.append(failing)
+            if self._cluster is not None:
+                most = self._bounds.config.environment[env].max_workers
+                placeable = self._cluster.limit(env, crew.current, most)
+                found += [] if placeable is None else [placeable]
             if found:
                 rooms[env] = min(found, key=lambda room: room.workers)
         return rooms

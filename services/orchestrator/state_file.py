@@ -20,6 +20,7 @@ import msgspec
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.files import (
     EnvironmentRecord,
+    NodeRecord,
     RestartOutcome,
     RunLayout,
     Supervision,
@@ -66,6 +67,9 @@ class StateFile:
         self._engine_processes: Supervisor | None = None
         self._settings: dict[str, Setting] = {}
         self._restarts: dict[str, RestartOutcome] = {}
+        self._nodes: tuple[NodeRecord, ...] = ()
+        self._no_room: dict[str, str] = {}
+        self._places: Mapping[str, tuple[str, str]] = {}
         self._written_at = self._reason_at = float("-inf")
         self._failed = ""
 
@@ -117,6 +121,15 @@ class StateFile:
         """Record the outcomes of ordered restarts; the next `write` includes them."""
         self._restarts = outcomes
 
+    def placed(
+        self,
+        nodes: tuple[NodeRecord, ...],
+        places: Mapping[str, tuple[str, str]],
+        limits: Mapping[str, str],
+    ) -> None:
+        """Record the nodes of the cluster, host and node of each worker, and limits by environment."""
+        self._nodes, self._places, self._no_room = nodes, places, dict(limits)
+
     def write(self, workers: Supervisor, *, over: bool = False) -> None:
         """Replace the file if anything changed, or the heartbeat is due.
 
@@ -139,6 +152,8 @@ class StateFile:
             engines=self._engines,
             engine_lives=tuple(chain(*records[1:])),
             workers=records[0],
+            nodes=self._nodes,
+            limits=self._no_room,
             environments=self._environments,
             settings=self._settings,
             restarts=self._restarts,
@@ -168,6 +183,7 @@ class StateFile:
         return tuple(self._record(views[name], processes.identity(name)) for name in ordered)
 
     def _record(self, view: ProcessView, identity: ProcessIdentity | None) -> WorkerRecord:
+        host, node = self._places.get(view.name, ("", ""))
         return WorkerRecord(
             worker=view.name,
             env=env_of(view.name),
@@ -188,6 +204,8 @@ class StateFile:
             rungs=view.rungs if view.phase is Phase.STOPPING else (),
             failing=view.failing,
             returns=view.returns,
+            host=host,
+            node=node,
         )
 
     def _next(self, view: ProcessView) -> float | None:

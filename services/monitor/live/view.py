@@ -24,7 +24,7 @@ from rolloutmq.services.monitor.report import evaluation
 from rolloutmq.services.monitor.report.latencies import SHOWN, LatencyKey
 from rolloutmq.services.monitor.status import counts, curricula, gpus, waits
 from rolloutmq.services.monitor.status.worker_view import WorkerRow, target_text, trouble_text
-from rolloutmq.services.monitor.text import figures, format, network
+from rolloutmq.services.monitor.text import figures, format, network, nodes
 
 LABEL_WIDTH: Final = 9
 GAUGE_WIDTH: Final = 16
@@ -410,7 +410,8 @@ def _engine_line(one: EngineSample) -> Text:
 
 def network_lines(board: RunState) -> list[Text]:
     """Return what is known of other hosts."""
-    found = network.lines(board.network, board.workers())
+    on_cluster = nodes.nodes_of(board.supervision)
+    found = nodes.lines(on_cluster) + network.lines(board.network, board.workers(), nodes.placed(on_cluster))
     return [_row(label, text(line, "yellow" if is_unwell else "")) for label, line, is_unwell in found]
 
 

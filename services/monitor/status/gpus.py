@@ -4,9 +4,10 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from rolloutmq.bus.rundir import read_json
-from rolloutmq.schemas.files import GpuBook, RunLayout
+from rolloutmq.schemas.files import GpuBook, RunLayout, Supervision
 from rolloutmq.schemas.wire.hardware import GpuStanding
 from rolloutmq.schemas.wire.telemetry import GpuSample, GpuState
 from rolloutmq.services.monitor.text import format
@@ -22,6 +23,11 @@ def read_gpus(layout: RunLayout) -> GpuBook:
         return read_json(layout.gpus, GpuBook) or GpuBook()
     except (msgspec.MsgspecError, NotADirectoryError):
         return GpuBook()
+
+
+def with_limits(book: GpuBook, known: Supervision | None) -> GpuBook:
+    """Return the GPUs, and the limits of workers by a cluster beside those by GPUs."""
+    return book if known is None else replace(book, limits={**book.limits, **known.limits})
 
 
 def is_fine(sample: GpuSample, standing: GpuStanding | None) -> bool:

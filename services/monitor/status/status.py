@@ -16,7 +16,7 @@ from rolloutmq.bus.transport.keys.bundle import keys_of
 from rolloutmq.bus.transport.request_client import BlockingClient
 from rolloutmq.bus.transport.way.route import endpoints_of
 from rolloutmq.schemas.errors import MalformedError, RolloutMQError
-from rolloutmq.schemas.files import Endpoints, GpuBook, GpuRecord, InferenceAddress, RunLayout
+from rolloutmq.schemas.files import Endpoints, GpuBook, GpuRecord, InferenceAddress, NodeRecord, RunLayout
 from rolloutmq.schemas.printable import printable_lines
 from rolloutmq.schemas.wire.control import (
     GetStatus,
@@ -48,7 +48,7 @@ from rolloutmq.services.monitor.status.worker_view import (
     trouble_text,
     with_hangs,
 )
-from rolloutmq.services.monitor.text import figures, format, network
+from rolloutmq.services.monitor.text import figures, format, network, nodes
 from rolloutmq.services.monitor.text.exit_codes import FAILED, USAGE, complain, reader_may_leave
 
 PATIENCE_S: Final = 3.0
@@ -64,7 +64,7 @@ class RunDetails:
     """State beside the broker's reply: workers (None: as the broker alone knows them), engines, GPUs, the waits of the
     trainer and of the workers outside the broker, whether the run has workers by design, the curricula, the points of
     the evaluation, the problems of the orchestrator and of the record, what training showed last, the seconds that the
-    run has run, and whether no launcher starts its trainer.
+    run has run, whether no launcher starts its trainer, and the nodes of a cluster that runs the workers.
     """
 
     crew: Sequence[WorkerRow] | None = None
@@ -80,6 +80,7 @@ class RunDetails:
     lately: Lately = field(default_factory=Lately)
     ran_s: float | None = None
     is_own_trainer: bool = False
+    nodes: Sequence[NodeRecord] = ()
 
 
 def status(where: Path, as_json: bool) -> int:
@@ -139,7 +140,8 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
 
     Blocks for at most three seconds, while it listens for a silent orchestrator.
     """
-    known, book = supervision_of(layout), read_gpus(layout)
+    known = supervision_of(layout)
+    book = gpus.with_limits(read_gpus(layout), known)
     heard_at = orchestrator_view.listen(layout, known)
     now, wall = time.monotonic(), time.time()
     crew = with_hangs(joined(known, reply.pressure.workers, now, slots_of(layout)), layout)
@@ -158,6 +160,7 @@ def described(layout: RunLayout, fate: Fate, reply: StatusReply) -> tuple[str, d
         read_lately(layout),
         ran_s(layout, wall),
         known is None or _has_own_trainer(layout),
+        nodes.nodes_of(known),
     )
     orchestrator = orchestrator_view.fields(layout, known, now, wall, heard_at)
     supervision = {"orchestrator": orchestrator, **fields(known, crew)}
@@ -195,8 +198,8 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
 
     `gpus` carry their standings; `limits` says why an environment has fewer workers than its target; `curriculum` has
     the progress of each curriculum, by environment; `evaluation` has the points so far, as in `summary.json`; `metrics`
-    says why no event is recorded, if so; `ran_s` is the time of the run, its lives together; `figures`, `not_finite`
-    and `findings` are what training showed last; `counts` are the groups by split.
+    says why no event is recorded, if so; `nodes` are those of a cluster; `ran_s` is the time of the run, its lives
+    together; `figures`, `not_finite` and `findings` are what training showed last; `counts` are the groups by split.
     """
     plain: dict[str, Any] = msgspec.to_builtins(reply)
     del plain["kind"], plain["pressure"]["kind"]
@@ -205,6 +208,7 @@ def status_json(reply: StatusReply, also: RunDetails = RunDetails(), **more: Any
         "engines": msgspec.to_builtins(also.engines),
         "gpus": [_gpu(record) for record in also.book.gpus],
         "limits": also.book.limits,
+        "nodes": msgspec.to_builtins(also.nodes),
         "curriculum": curricula.figures(also.curricula),
         "evaluation": evaluation.figures(also.evaluations, also.ran_s),
         "metrics": {"problem": also.record},
@@ -241,7 +245,7 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
     pressure = reply.pressure
     total = f" of {reply.total_steps}" if reply.total_steps else ""
     held = pressure.queued_bytes + pressure.leased_bytes
-    unreached = network.unreachable(pressure.workers)
+    unreached, joining = network.unreachable(pressure.workers), (reply.network, pressure.workers)
     rows = [
         ("run", f"{reply.run}, {_up(reply, also.ran_s)}, durability {reply.durability}"),
         *([("insecure", format.insecure(pressure.insecure))] if pressure.insecure else []),
@@ -270,7 +274,8 @@ def status_text(reply: StatusReply, also: RunDetails = RunDetails(), wall: float
         ("workers", _workers(reply, also.crew)),
         *(line for row in also.crew or () if row.is_unwell for line in _unwell(row)),
         *(("engine", _engine(one, wall, unreached)) for one in also.engines),
-        *((label, text) for label, text, _ in network.lines(reply.network, pressure.workers)),
+        *((label, text) for label, text, _ in nodes.lines(also.nodes)),
+        *((label, text) for label, text, _ in network.lines(*joining, nodes.placed(also.nodes))),
         *(("gpu", gpus.line(record.sample, record.standing)) for record in also.book.gpus),
         *(("limit", f"{env}: {reason}") for env, reason in also.book.limits.items()),
     ]

@@ -19,6 +19,7 @@ from rolloutmq.bus.rundir import read_json, read_run
 from rolloutmq.schemas.errors import RolloutMQError
 from rolloutmq.schemas.files import RunLayout, Supervision, Target, WorkerRecord
 from rolloutmq.schemas.printable import printable, shell_word
+from rolloutmq.schemas.process import ProcessIdentity
 from rolloutmq.schemas.wire.control import SILENT, SILENT_S, WorkerState, WorkerStatus
 from rolloutmq.services.orchestrator.supervision.core import Phase
 from rolloutmq.services.process.identity import boot_id, runs
@@ -52,6 +53,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
         ends_s: Seconds until its drain ends, which abandons unfinished rollouts.
         hang: What holds its event loop while it is silent; empty if nothing is known.
         host: Host of its process, as it told; empty if it was not heard.
+        node: Id of its node on a cluster; empty for none.
     """
 
     worker: str
@@ -73,6 +75,7 @@ class WorkerRow(msgspec.Struct, frozen=True, kw_only=True):
     ends_s: float | None = None
     hang: str = ""
     host: str = ""
+    node: str = ""
 
     @property
     def is_unwell(self) -> bool:
@@ -141,7 +144,7 @@ def joined(
         status = statuses.get(record.worker)
         if status is not None and record.pid not in {0, status.pid}:
             status = None
-        if _has_died(record, status):
+        if known is not None and _has_died(record, status, known.orchestrator):
             rows.append(_gone(record))
         elif status is not None:
             rows.append(_row(record, status, now))
@@ -252,13 +255,20 @@ def _row(record: WorkerRecord, status: WorkerStatus | None, now: float) -> Worke
         reason=printable(record.reason),
         last_lines=tuple(map(printable, record.last_lines)),
         ends_s=None if record.ends is None else max(0.0, record.ends - now),
+        host=printable(record.host),
+        node=printable(record.node),
     )
     return row if status is None else _with_work(row, status, is_living=record.pid > 0)
 
 
-def _has_died(record: WorkerRecord, status: WorkerStatus | None) -> bool:
-    """Return whether the process of a worker has ended, unreported: the report may be old, or the last of a run."""
+def _has_died(record: WorkerRecord, status: WorkerStatus | None, orchestrator: ProcessIdentity) -> bool:
+    """Return whether the process of a worker has ended, unreported: the report may be old, or the last of a run.
+
+    Of one on another node only its orchestrator knows; without that one the report is old.
+    """
     is_heard = status is not None and status.silent_s <= SILENT_S
+    if record.node:
+        return not is_heard and not runs(orchestrator.pid, orchestrator.start_ticks)
     return bool(record.start_ticks) and not is_heard and not runs(record.pid, record.start_ticks)
 
 
@@ -301,7 +311,7 @@ def _with_work(row: WorkerRow, status: WorkerStatus, *, is_living: bool) -> Work
         blocked_s=status.blocked_s,
         silent_s=status.silent_s if is_living else None,
         reason=(error or row.reason) if is_living else (row.reason or error),
-        host=printable(status.host),
+        host=printable(status.host) or row.host,
     )
 
 

@@ -1,7 +1,7 @@
 """Other hosts as lines of a label and a text, for status, `top` and the page. Pure."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from rolloutmq.schemas.printable import printable
@@ -25,12 +25,15 @@ class NetworkLine(NamedTuple):
     is_unwell: bool = False
 
 
-def lines(network: NetworkStatus | None, workers: Iterable[WorkerStatus] = ()) -> list[NetworkLine]:
+def lines(
+    network: NetworkStatus | None, workers: Iterable[WorkerStatus] = (), placed: Container[str] = ()
+) -> list[NetworkLine]:
     """Return what is known of other hosts, nothing without a listener.
 
     Args:
         network: What the broker told.
         workers: The workers of the run.
+        placed: Those that a cluster runs for the orchestrator: they have not joined by themselves.
     """
     if network is None:
         return []
@@ -38,7 +41,9 @@ def lines(network: NetworkStatus | None, workers: Iterable[WorkerStatus] = ()) -
     return [
         _listener(network),
         *_first([_key(one) for one in _relevant(network.keys)], "keys"),
-        *_first([*_workers(network, workers)], "hosts with workers"),
+        *_first(
+            [*_workers(network, (one for one in workers if one.worker not in placed))], "hosts with workers"
+        ),
         *_first([_engine(one, network.version, unreached) for one in network.engines], "engines"),
         *_first([_relay(one, network.version) for one in network.relays], "relays"),
     ]

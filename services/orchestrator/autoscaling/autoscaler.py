@@ -147,6 +147,23 @@ class ScaleTarget:
         least, most, wanted = (max(0, one - self.joined) for one in (law.min_workers, most, self._wanted()))
         return WorkerClaim(least, most, weight, wanted)
 
+    @property
+    def limit(self) -> str:
+        """Return the narrowest limit in words."""
+        return "" if self.bound is None else self.bound.details or self.bound.why
+
+    def asked(self, bound: str) -> int:
+        """Return the own workers that it would decide on without a limit of this kind."""
+        decision, law = self.decision, self.law
+        if decision.bound != bound or decision.want is None:
+            return max(0, decision.target - self.joined)
+        most = law.max_workers if self.room is None else min(law.max_workers, self.room.workers + self.joined)
+        if self.server.most and not self.is_pinned:
+            most = min(most, self.server.most)
+        return max(
+            0, decision.target - self.joined, min(math.ceil(decision.want - ROUND), most) - self.joined
+        )
+
     def _wanted(self) -> int:
         """Return the workers it decided on, or those it needs if they are more and allowed.
 

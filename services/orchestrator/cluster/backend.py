@@ -1,10 +1,11 @@
 """What the cluster service asks of the software of a cluster."""
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from rolloutmq.schemas.errors import RolloutMQError
-from rolloutmq.services.orchestrator.cluster.messages import HostOrder, HostState
+from rolloutmq.services.orchestrator.cluster.messages import HostOrder, HostState, Node
 from rolloutmq.services.orchestrator.cluster.resources import Need
 
 
@@ -37,8 +38,12 @@ class Backend(Protocol):
         """Return life and name of what an earlier connection of this run started; end what an earlier run did."""
         ...
 
-    def start(self, order: HostOrder, need: Need) -> None:
-        """Let the cluster find a host for a life; the first answer to `look` says that it has."""
+    def start(self, order: HostOrder, need: Need, avoid: Sequence[str] = ()) -> None:
+        """Let the cluster find a host for a life, but on no node to avoid; the first answer to `look` tells of it."""
+        ...
+
+    def placed(self, lives: Collection[str]) -> Mapping[str, str]:
+        """Return the node of each of these lives that has one; its process may not have started yet."""
         ...
 
     def look(self, life: str, acked: int) -> None:
@@ -57,10 +62,25 @@ class Backend(Protocol):
         """Remove a life from the cluster with all it runs; nothing if it is gone."""
         ...
 
-    def nodes(self) -> list[dict[str, float]]:
-        """Return all resources of each living node."""
+    def kill_all(self, lives: Collection[str]) -> None:
+        """Remove several lives together; blocks for a few seconds at most."""
+        ...
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the living nodes."""
+        ...
+
+    def request(self, needs: Mapping[Need, int], avoid: Sequence[str] = ()) -> None:
+        """Ask the cluster to grow until so many processes fit, those that run included; it replaces the last request.
+
+        Returns at once; a failure is logged.
+
+        Args:
+            needs: Number of processes, by what one needs; none withdraws the request.
+            avoid: Nodes that do not count.
+        """
         ...
 
     def close(self) -> None:
-        """End the connection; the lives go on."""
+        """End the connection; the lives go on, and so does the last request."""
         ...

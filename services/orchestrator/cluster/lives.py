@@ -93,7 +93,7 @@ class LifeBook:
         one.acked = told.offset + len(told.output)
         if told.state.over and (told.more or told.output):
             return None
-        return self._change(one, told.state)
+        return self._change(one, replace(told.state, node=one.state.node))
 
     def end(self, life: str, why: str, code: int | None = None) -> LifeState | None:
         """Record that a life is over for another reason; return the state if it is news."""
@@ -101,6 +101,18 @@ class LifeBook:
         if one is None or one.state.over:
             return None
         return self._change(one, replace(one.state, over=True, code=code, why=cut(why), waits_for=""))
+
+    def placed(self, life: str, node: str) -> LifeState | None:
+        """Record the node that was found for a life; return the state if it is news."""
+        one = self._lives.get(life)
+        if one is None or one.state.over or one.state.node:
+            return None
+        waits_for = "its node, to start it" if one.is_hostless else one.state.waits_for
+        return self._change(one, replace(one.state, node=node, waits_for=waits_for))
+
+    def nodeless(self) -> list[str]:
+        """Return the lives that have no node yet."""
+        return [one.state.life for one in self._open() if not one.state.node]
 
     def killed(self, life: str, now: float) -> None:
         """Record that SIGKILL was ordered."""

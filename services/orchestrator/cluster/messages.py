@@ -4,8 +4,8 @@ Both ends of the private socket are of one run and one version. Each message is 
 MessagePack. All orders are idempotent, so an orchestrator repeats them after each connection: a life is named by a
 random id, is started once, and is told until it is released.
 
-    orchestrator -> service     Start, Send, Release
-    service -> orchestrator     Lives once after each connection, then a LifeState at each change
+    orchestrator -> service     Start, Send, Release, Demand
+    service -> orchestrator     Lives once after each connection, then a LifeState at each change; Nodes
 """
 
 import struct
@@ -56,12 +56,48 @@ class Release(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     life: str
 
 
+class Demand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """What the control law wants now, running workers included; it replaces the demand of before.
+
+    Attributes:
+        workers: Number of workers, by environment.
+        avoid: Ids of nodes that get no new process.
+    """
+
+    workers: dict[str, int]
+    avoid: tuple[str, ...] = ()
+
+
+class Node(msgspec.Struct, frozen=True, kw_only=True):
+    """A living node of the cluster.
+
+    Attributes:
+        id: Its id on the cluster.
+        host: Name or address of its host.
+        total, free: Resources by their names, and what nobody has of them.
+        draining: The cluster is about to remove it.
+    """
+
+    id: str
+    host: str = ""
+    total: dict[str, float] = {}
+    free: dict[str, float] = {}
+    draining: bool = False
+
+
+class Nodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The living nodes of the cluster; told once a second and after each connection."""
+
+    nodes: tuple[Node, ...]
+
+
 class LifeState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What is known of a life.
 
     Attributes:
         life, name: As started; the name is told by the host after a restart of the service.
-        host: Name of its host; empty while none is found, and while its process has not started there.
+        node: Id of its node; empty while the cluster has found none.
+        host: Name of its host; empty while its process has not started there.
         pid, start_ticks, boot_id: Identity of the process on that host.
         waits_for: What a life without a process waits for.
         over: The process has ended, or never will be.
@@ -71,6 +107,7 @@ class LifeState(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     life: str
     name: str
+    node: str = ""
     host: str = ""
     pid: int = 0
     start_ticks: int = 0
@@ -87,8 +124,8 @@ class Lives(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lives: tuple[LifeState, ...]
 
 
-Order = Start | Send | Release
-Report = Lives | LifeState
+Order = Start | Send | Release | Demand
+Report = Lives | LifeState | Nodes
 
 
 class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,6 +140,7 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
         key: Contents of the file of its key; empty for a run without keys.
         lease_s: Silence of the run after which the host ends the process.
         term_grace_s: Time between SIGTERM and SIGKILL then.
+        autoscale: The run asks the autoscaler of the cluster for nodes.
     """
 
     life: str
@@ -115,6 +153,7 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
     key: bytes = b""
     lease_s: float = 60.0
     term_grace_s: float = 5.0
+    autoscale: bool = False
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True):

@@ -7,18 +7,23 @@ Ray is imported here alone, in the process of the cluster service and in the act
 """
 
 import logging
+import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.schemas.errors import MissingError, PackageMissingError, install_remedy
+from rolloutmq.schemas.printable import error_line
 from rolloutmq.services.orchestrator.cluster.backend import Answer, ClusterLostError
-from rolloutmq.services.orchestrator.cluster.messages import HostOrder, HostState, cut
-from rolloutmq.services.orchestrator.cluster.resources import Need
+from rolloutmq.services.orchestrator.cluster.capacity.request import AutoscalerRequests, Bundles
+from rolloutmq.services.orchestrator.cluster.messages import HostOrder, HostState, Node, cut
+from rolloutmq.services.orchestrator.cluster.resources import CPU, GPU, Need
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +31,16 @@ LONG_POLL_S: Final = 2.0
 """Longest time that a host waits for news before it answers; it renews the lease."""
 THREADS: Final = 4
 """Calls that an actor takes at once: a signal does not wait for a look."""
+CLOSE_S: Final = 2.0
+"""Longest wait for actors that end their processes."""
+NODES_S: Final = 5.0
+"""Longest look at the nodes."""
+NODE_ID: Final = "ray.io/node-id"
+"""Label of each node with its id."""
+UNKNOWN: Final = "unknown"
+"""Node of an actor of which Ray does not tell where it is."""
+NO_TRACE: Final = "RAY_DISABLE_FAILURE_SIGNAL_HANDLER"
+"""Keeps Ray from printing the stacks of a process that gets SIGTERM, which is how a run ends."""
 EXCLUDES: Final = ("runs/", ".git/", ".venv*/", "__pycache__/", "*.pyc", "*.key")
 """What is not sent along with the code of environments: private keys are for no other host."""
 
@@ -34,11 +49,10 @@ class RayActor:
     """The actor of one life, on its host. Ray makes it; all it does is in `HostProcess`."""
 
     def __init__(self, order: bytes) -> None:
-        import os
-
         from rolloutmq.services.orchestrator.cluster.host_process import HostProcess
 
-        self._process = HostProcess(msgspec.msgpack.decode(order, type=HostOrder), lambda: os._exit(0))
+        told = msgspec.msgpack.decode(order, type=HostOrder)
+        self._process = HostProcess(told, lambda: leave(withdraws=told.autoscale))
 
     def look(self, acked: int, wait_s: float) -> bytes:
         """Return the state and output of the process, a `HostState`."""
@@ -78,10 +92,14 @@ class RayBackend:
         """Lives whose actors have not answered yet: perhaps no host has one."""
         self._asked: dict[Any, str] = {}
         """Life by the reference of a question."""
+        self._gcs = gcs_of(self._ray)
+        self._nodes: tuple[Node, ...] = ()
+        self._unseen = LogThrottle()
+        self._autoscaler = AutoscalerRequests(request_nodes)
 
     def found(self) -> list[tuple[str, str]]:
         """Return life and name of the run's actors; kill those of an earlier run."""
-        lives = []
+        lives, earlier = [], []
         for name in self._ray.util.list_named_actors():
             token, _, rest = name.partition(" ")
             process, _, life = rest.partition(" ")
@@ -91,13 +109,14 @@ class RayBackend:
                 continue
             if token != self._token:
                 logger.warning("ending an actor of an earlier run name=%s", process)
-                self._end(actor)
+                earlier.append(actor)
                 continue
             self._actors[life] = actor
             lives.append((life, process))
+        self._end(earlier, earlier)
         return lives
 
-    def start(self, order: HostOrder, need: Need) -> None:
+    def start(self, order: HostOrder, need: Need, avoid: Sequence[str] = ()) -> None:
         """Make the actor of a life."""
         actor = self._ray.remote(RayActor).options(
             name=f"{self._token} {order.name} {order.life}",
@@ -106,6 +125,7 @@ class RayBackend:
             num_gpus=need.gpus,
             max_restarts=0,
             max_concurrency=THREADS,
+            **({"label_selector": without(avoid)} if avoid else {}),
         )
         self._unplaced.add(order.life)
         self._actors[order.life] = actor.remote(msgspec.msgpack.encode(order))
@@ -133,18 +153,41 @@ class RayBackend:
 
     def kill(self, life: str) -> None:
         """End an actor and its process."""
-        if (actor := self._actors.pop(life, None)) is not None:
-            self._asked = {one: other for one, other in self._asked.items() if other != life}
-            self._end(actor, asks=life not in self._unplaced)
-            self._unplaced.discard(life)
+        self.kill_all([life])
 
-    def nodes(self) -> list[dict[str, float]]:
-        """Return the resources of each living node."""
+    def kill_all(self, lives: Collection[str]) -> None:
+        """End actors and their processes, all at once."""
+        known = {life: self._actors.pop(life) for life in lives if life in self._actors}
+        self._asked = {one: life for one, life in self._asked.items() if life not in known}
+        self._end(known.values(), [actor for life, actor in known.items() if life not in self._unplaced])
+        self._unplaced.difference_update(known)
+
+    def placed(self, lives: Collection[str]) -> dict[str, str]:
+        """Return the nodes of actors: one has a node before it has been started there."""
+        found = {}
+        for life in lives:
+            if (actor := self._actors.get(life)) is not None and (node := node_of(self._ray, actor)):
+                found[life] = node
+        return found
+
+    def nodes(self) -> tuple[Node, ...]:
+        """Return the living nodes, those of the last look if there is no answer."""
         self._require()
-        return [dict(node["Resources"]) for node in self._ray.nodes() if node["Alive"]]
+        try:
+            self._nodes = nodes_of(self._gcs)
+        except Exception as error:  # noqa: BLE001 - Ray raises errors of many kinds
+            if self._unseen.is_due(text := error_line(error), time.monotonic()):
+                logger.warning("nodes not seen error=%s", cut(text))
+        return self._nodes
+
+    def request(self, needs: Mapping[Need, int], avoid: Sequence[str] = ()) -> None:
+        """Ask Ray's autoscaler for room, in another thread."""
+        bundles = tuple(need.amounts for need, count in needs.items() if need.amounts for _ in range(count))
+        self._autoscaler.want(bundles, avoid)
 
     def close(self) -> None:
-        """Disconnect."""
+        """Disconnect, once the last request to the autoscaler was made or has taken too long."""
+        self._autoscaler.settle()
         self._ray.shutdown()
 
     def _require(self) -> None:
@@ -159,13 +202,18 @@ class RayBackend:
         except Exception as error:  # noqa: BLE001 - Ray raises errors of many kinds, also those of the host
             return Answer(life, error=reason_of(error))
 
-    def _end(self, actor: Any, *, asks: bool = True) -> None:
-        """Let an actor end its process, then kill it; one without a host is not asked, for it would not answer."""
-        if asks:
+    def _end(self, actors: Iterable[Any], asked: Iterable[Any]) -> None:
+        """Let actors end their processes, then kill them; those without a host are not asked: they do not answer."""
+        closing = []
+        for actor in asked:
             with suppress(Exception):
-                self._ray.get(actor.close.remote(), timeout=1.0)
-        with suppress(Exception):
-            self._ray.kill(actor, no_restart=True)
+                closing.append(actor.close.remote())
+        if closing:
+            with suppress(Exception):
+                self._ray.wait(closing, num_returns=len(closing), timeout=CLOSE_S, fetch_local=False)
+        for actor in actors:
+            with suppress(Exception):
+                self._ray.kill(actor, no_restart=True)
 
 
 def connect(address: str, namespace: str, code: Path | None, excludes: tuple[str, ...] = ()) -> Any:
@@ -175,6 +223,7 @@ def connect(address: str, namespace: str, code: Path | None, excludes: tuple[str
         PackageMissingError: Ray is not installed.
         MissingError: No cluster runs at the address.
     """
+    os.environ.setdefault(NO_TRACE, "1")
     try:
         import ray
     except ImportError:
@@ -220,3 +269,72 @@ def described(nodes: list[Mapping[str, float]]) -> str:
     """Return the size of a cluster in a few words."""
     cpus, gpus = (sum(node.get(name, 0.0) for node in nodes) for name in ("CPU", "GPU"))
     return f"{len(nodes)} nodes, {cpus:g} CPU" + (f", {gpus:g} GPU" if gpus else "")
+
+
+def gcs_of(ray: Any) -> Any:
+    """Return a client of the cluster's control service, which knows what is free on each node."""
+    from ray._raylet import GcsClient
+
+    return GcsClient(ray.get_runtime_context().gcs_address)
+
+
+def nodes_of(gcs: Any) -> tuple[Node, ...]:
+    """Return the living nodes.
+
+    Raises:
+        Exception: The control service does not answer, or in another protocol.
+    """
+    from ray.core.generated import autoscaler_pb2 as states
+
+    reply = states.GetClusterResourceStateReply()
+    reply.ParseFromString(gcs.get_cluster_resource_state(timeout_s=NODES_S))
+    return tuple(
+        Node(
+            id=node.node_id.hex(),
+            host=node.node_ip_address,
+            total=counted(node.total_resources),
+            free=counted(node.available_resources),
+            draining=node.status == states.DRAINING,
+        )
+        for node in reply.cluster_resource_state.node_states
+        if node.status != states.DEAD
+    )
+
+
+def counted(resources: Mapping[str, float]) -> dict[str, float]:
+    """Return the resources that a process of a run may need."""
+    return {name: float(resources[name]) for name in (CPU, GPU) if name in resources}
+
+
+def node_of(ray: Any, actor: Any) -> str:
+    """Return the node that was found for an actor; empty before, and `UNKNOWN` where Ray does not tell.
+
+    An actor that waits has the node that is asked for room, but no process there, and so no port.
+    """
+    try:
+        address = ray._private.state.actors(actor._actor_id.hex())["Address"]
+        return str(address["NodeID"]) if address["Port"] > 0 else ""
+    except Exception:  # noqa: BLE001 - nobody may take it for one without a node
+        return UNKNOWN
+
+
+def without(avoid: Sequence[str]) -> dict[str, str]:
+    """Return the selector of all nodes but these."""
+    return {NODE_ID: f"!in({','.join(avoid)})"}
+
+
+def request_nodes(bundles: Bundles, avoid: Sequence[str] = ()) -> None:
+    """Ask the autoscaler of the connected cluster for nodes on which all of these fit together. Blocks."""
+    from ray.autoscaler.sdk import request_resources
+
+    selectors = [without(avoid)] * len(bundles) if avoid else None
+    request_resources(bundles=[dict(one) for one in bundles], bundle_label_selectors=selectors)
+
+
+def leave(*, withdraws: bool) -> None:
+    """End an actor whose run is silent; nobody else withdraws what the run has asked the autoscaler for."""
+    if withdraws:
+        requests = AutoscalerRequests(request_nodes)
+        requests.want(())
+        requests.settle()
+    os._exit(0)

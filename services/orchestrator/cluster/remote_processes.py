@@ -12,6 +12,7 @@ processes are repeated, so neither the death of the service nor that of the orch
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import secrets
 import signal
@@ -26,9 +27,12 @@ from rolloutmq.bus.log_throttle import WaitLog
 from rolloutmq.schemas.errors import MalformedError
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec
 from rolloutmq.services.orchestrator.cluster.messages import (
+    Demand,
     Frames,
     LifeState,
     Lives,
+    Node,
+    Nodes,
     Order,
     Release,
     Send,
@@ -58,6 +62,11 @@ class RemoteProcess:
         """Signals so far, without repetitions."""
         self.is_reported = start is None
         """The service knows it, or knew it once."""
+        self.node = self.host = ""
+        self.ordered_at = time.monotonic()
+        """Time of its order, or of its adoption."""
+        self.placed_at = math.inf
+        """Time at which it was told that it has a node."""
         self._waits_for = ""
         self.over: Exit | None = None
         self._tell = tell
@@ -92,6 +101,11 @@ class RemoteProcess:
             self._tell(Release(life=self.identity.life))
 
     @property
+    def is_placed(self) -> bool:
+        """Whether a node was found for it."""
+        return bool(self.node or self.identity.pid)
+
+    @property
     def is_closed(self) -> bool:
         """Whether nobody watches it any more."""
         return self._changed < 0
@@ -102,6 +116,9 @@ class RemoteProcess:
         if state.waits_for not in {"", self._waits_for}:
             logger.info("waiting name=%s for=%s", self.identity.name, state.waits_for)
         self._waits_for = state.waits_for
+        self.node, self.host = state.node or self.node, state.host or self.host
+        if self.node and math.isinf(self.placed_at):
+            self.placed_at = time.monotonic()
         if state.pid and state.pid != self.identity.pid:
             self.identity = replace(
                 self.identity, pid=state.pid, start_ticks=state.start_ticks, boot_id=state.boot_id
@@ -136,10 +153,15 @@ class RemoteProcesses:
 
     Args:
         socket: Path of the service's socket, of any length.
+
+    Attributes:
+        nodes: The nodes of the cluster; None before the first report.
     """
 
     def __init__(self, socket: Path) -> None:
+        self.nodes: tuple[Node, ...] | None = None
         self._socket = socket
+        self._demand: Demand | None = None
         self._lives: dict[str, RemoteProcess] = {}
         self._writer: asyncio.StreamWriter | None = None
         self._wait = WaitLog()
@@ -170,6 +192,16 @@ class RemoteProcesses:
         process = self._lives[identity.life] = RemoteProcess(identity, None, self._tell)
         return process
 
+    def living(self) -> list[RemoteProcess]:
+        """Return the processes that are not over, in the order of their orders."""
+        return [one for one in self._lives.values() if one.over is None and not one.is_closed]
+
+    def want(self, demand: Demand) -> None:
+        """Say what the control law wants; it is told at changes, and after each connection."""
+        if demand != self._demand:
+            self._demand = demand
+            self._tell(demand)
+
     def end_marked(self, _marker: str, /) -> int:
         """Do nothing: the host of a process ends what the process has left."""
         return 0
@@ -198,6 +230,8 @@ class RemoteProcesses:
                         self._reconcile(report)
                     elif isinstance(report, LifeState):
                         self._take(report)
+                    elif isinstance(report, Nodes) and report.nodes:
+                        self.nodes = report.nodes
         except (OSError, MalformedError) as error:
             logger.warning("cluster service lost error=%s", error)
         finally:
@@ -208,6 +242,8 @@ class RemoteProcesses:
     def _reconcile(self, known: Lives) -> None:
         """Bring both sides together after a connection."""
         states = {one.life: one for one in known.lives}
+        if self._demand is not None:
+            self._tell(self._demand)
         for life in states.keys() - self._lives.keys():
             self._tell(Release(life=life))
         for life, process in list(self._lives.items()):

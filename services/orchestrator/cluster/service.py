@@ -26,8 +26,10 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MalformedError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.orchestrator.cluster.backend import Answer, Backend
+from rolloutmq.services.orchestrator.cluster.capacity.watch import CapacityWatch
 from rolloutmq.services.orchestrator.cluster.lives import SIGKILL, Life, LifeBook
 from rolloutmq.services.orchestrator.cluster.messages import (
+    Demand,
     Frames,
     HostOrder,
     HostState,
@@ -42,6 +44,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
 from rolloutmq.services.orchestrator.cluster.opening import reached_at
 from rolloutmq.services.orchestrator.cluster.remote_processes import short_path
 from rolloutmq.services.orchestrator.cluster.resources import need_of, shortage
+from rolloutmq.services.orchestrator.cluster.sent_code import excluded
 from rolloutmq.services.orchestrator.supervision.worker_table import env_of
 from rolloutmq.services.process.identity import inherited_token
 from rolloutmq.services.process.lock import only_one
@@ -75,6 +78,7 @@ class ClusterService:
         self._token = token
         self._connect = connect
         self._book = LifeBook(config.cluster.placement_timeout_s)
+        self._capacity = CapacityWatch(config)
         self._orders: list[Order] = []
         self._clients: set[asyncio.StreamWriter] = set()
         self._unwritten = LogThrottle()
@@ -124,6 +128,7 @@ class ClusterService:
         orders, self._orders = self._orders, []
         for order in orders:
             await self._carry_out(backend, order)
+        await self._look_at_nodes(backend)
         if not self._book.living():
             await asyncio.sleep(IDLE_S)
             return
@@ -131,8 +136,21 @@ class ClusterService:
             await self._take(backend, answer)
         await self._give_up(backend)
 
+    async def _look_at_nodes(self, backend: Backend) -> None:
+        """Tell the nodes of the cluster and of its lives, and ask the cluster to grow or to shrink."""
+        now = time.monotonic()
+        if self._capacity.is_due(now):
+            self._tell(self._capacity.seen(await self._call(backend.nodes), now))
+            if nodeless := self._book.nodeless():
+                for life, node in (await self._call(backend.placed, nodeless)).items():
+                    self._tell(self._book.placed(life, node))
+        if (needs := self._capacity.request(now)) is not None:
+            await self._call(backend.request, needs, self._capacity.avoid)
+
     async def _carry_out(self, backend: Backend, order: Order) -> None:
         match order:
+            case Demand():
+                self._capacity.wants(order)
             case Start() if order.life not in self._book:
                 await self._start(backend, order)
             case Send() if (life := self._book.get(order.life)) is not None and not life.state.over:
@@ -157,8 +175,9 @@ class ClusterService:
             key=self._key,
             lease_s=self._config.cluster.lease_s,
             term_grace_s=self._config.orchestrator.term_grace_s,
+            autoscale=self._config.cluster.autoscale,
         )
-        await self._call(backend.start, told, need_of(self._config, order.env))
+        await self._call(backend.start, told, need_of(self._config, order.env), self._capacity.avoid)
         await self._call(backend.look, order.life, 0)
 
     async def _send(self, backend: Backend, order: Send, life: Life) -> None:
@@ -189,9 +208,9 @@ class ClusterService:
     async def _give_up(self, backend: Backend) -> None:
         now = time.monotonic()
         unplaced = self._book.unplaced(now)
-        nodes = await self._call(backend.nodes) if unplaced else []
+        nodes = await self._call(backend.nodes) if unplaced else ()
         for one in unplaced:
-            why = shortage(need_of(self._config, one.env), nodes)
+            why = shortage(need_of(self._config, one.env), [node.total for node in nodes])
             waited = f"no node has started it for {self._config.cluster.placement_timeout_s:g} s"
             await self._call(backend.kill, one.state.life)
             self._tell(self._book.end(one.state.life, f"{waited}: {why}"))
@@ -213,20 +232,22 @@ class ClusterService:
                 logger.warning("log not written name=%s error=%s", life.state.name, error)
 
     async def _end_all(self, backend: Backend) -> None:
-        for life in self._book.living():
-            await self._call(backend.kill, life)
-        for life, _ in await self._call(backend.found):
-            await self._call(backend.kill, life)
+        """Remove all lives, those that an earlier service has left included, and withdraw the request for nodes."""
+        if self._config.cluster.autoscale:
+            await self._call(backend.request, {})
+        await self._call(backend.kill_all, self._book.living())
+        await self._call(backend.kill_all, [life for life, _ in await self._call(backend.found)])
 
     async def _follow(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve an orchestrator until its connection ends."""
         frames = Frames(orders=True)
         writer.write(framed(self._book.report()))
+        writer.write(framed(self._capacity.report()))
         self._clients.add(writer)
         try:
             while data := await reader.read(READ_BYTES):
                 for order in frames.take(data):
-                    if isinstance(order, Start | Send | Release):
+                    if isinstance(order, Start | Send | Release | Demand):
                         self._orders.append(order)
         except (OSError, MalformedError) as error:
             logger.warning("orchestrator lost error=%s", error)
@@ -248,17 +269,6 @@ def namespace_of(layout: RunLayout) -> str:
     """Return the name of a run directory on a cluster: the same after a resume, and of no other directory."""
     place = f"{socket.gethostname()}:{os.geteuid()}:{layout.root.resolve()}"
     return f"rolloutmq-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
-
-
-def excluded(config: RunConfig, layout: RunLayout) -> list[str]:
-    """Return what of the configuration's directory is not sent to the hosts: the run itself, its keys and secrets."""
-    base = config.base_dir.resolve()
-    secret = [Path(config.broker.keys)] if config.broker.keys else []
-    secret += [path for path in (config.run.http_token_file, config.run.tls_key) if path is not None]
-    # A link is left out under its own name, and its target under its name, too.
-    named = [Path(os.path.abspath(base / path)) for path in secret]  # noqa: PTH100 - it keeps links
-    places = dict.fromkeys([layout.root.resolve(), *named, *(path.resolve() for path in named)])
-    return [str(path.relative_to(base)) for path in places if path != base and path.is_relative_to(base)]
 
 
 def main(run_dir: Path) -> int:

@@ -223,6 +223,17 @@ def test_a_process_that_has_ended_is_gone_though_the_last_report_has_it(
     )
 
 
+def test_a_process_of_another_node_is_not_looked_for_here() -> None:
+    far = worker(pid=os.getpid(), start_ticks=1, node="n-1", host="h1")
+    me = identify("orchestrator", Role.ORCHESTRATOR, os.getpid(), "t/orchestrator")
+    living = msgspec.structs.replace(known(far), orchestrator=me)
+    (row,) = joined(living, [], NOW)
+    assert (row.state, row.host, row.node) == ("starting", "h1", "n-1")
+    dead = msgspec.structs.replace(me, start_ticks=1)
+    (row,) = joined(msgspec.structs.replace(living, orchestrator=dead), [], NOW)
+    assert row.state == "gone"
+
+
 def test_no_worker_was_blocked_for_longer_than_it_lives(make_worker: MakeWorker) -> None:
     """The worker adds the waits of its slots up: `blocked 399 s` of a process 61 s old."""
     heard = [

@@ -43,6 +43,12 @@ def test_many_keys_are_cut_and_counted() -> None:
     assert [one.text for one in lines(NetworkStatus(listen=ADDRESS, keys=keys))][-1] == "and 3 more keys"
 
 
+def test_workers_that_a_cluster_has_placed_have_not_joined(make_worker: Callable[..., WorkerStatus]) -> None:
+    workers = [make_worker(name, joined=True, host="gpu7") for name in ("math-0", "math-far.0")]
+    told = lines(NetworkStatus(listen=ADDRESS), workers, {"math-0"})
+    assert [line.text for line in told][1:] == ["1 worker on gpu7, without a key: math-far.0"]
+
+
 def test_workers_and_engines_have_their_host_and_key(make_worker: Callable[..., WorkerStatus]) -> None:
     workers = [make_worker(f"math-far.{number}", joined=True, host="gpu7") for number in range(4)]
     workers += [make_worker("math-0"), make_worker("math-far.9", joined=True, state="gone", host="gpu7")]

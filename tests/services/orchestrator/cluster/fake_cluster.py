@@ -1,12 +1,13 @@
 """A cluster of hosts that are played: what the service asks is recorded, and tests say what the hosts answer."""
 
 import time
-from collections import deque
+from collections import defaultdict, deque
+from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from rolloutmq.services.orchestrator.cluster.backend import Answer
-from rolloutmq.services.orchestrator.cluster.messages import HostOrder, HostState, LifeState
+from rolloutmq.services.orchestrator.cluster.messages import HostOrder, HostState, LifeState, Node
 from rolloutmq.services.orchestrator.cluster.resources import Need
 
 
@@ -24,6 +25,11 @@ class FakeCluster:
         self.output: dict[str, bytes] = {}
         self.signals: list[tuple[str, int, bool]] = []
         self.removed: list[str] = []
+        self.of_cluster = [Node(id=f"node-{number}", host="h", total={"CPU": 2.0}) for number in (7, 8)]
+        self.on: defaultdict[str, str] = defaultdict(lambda: "node-7")
+        """Node of a life."""
+        self.avoided: dict[str, tuple[str, ...]] = {}
+        self.requests: list[tuple[dict[str, int], tuple[str, ...]]] = []
         self.lost: deque[str] = deque()
         self._asked: dict[str, int] = {}
         self._told: dict[str, HostState] = {}
@@ -32,8 +38,9 @@ class FakeCluster:
     def found(self) -> list[tuple[str, str]]:
         return [(life, order.name) for life, order in self.orders.items()]
 
-    def start(self, order: HostOrder, need: Need) -> None:
+    def start(self, order: HostOrder, need: Need, avoid: Sequence[str] = ()) -> None:
         assert order.life not in self.orders, "a life began twice"
+        self.avoided[order.life] = tuple(avoid)
         self.orders[order.life], self.needs[order.life] = order, need
         if self.places:
             self.place(order.life)
@@ -98,8 +105,18 @@ class FakeCluster:
         for known in (self.orders, self.states, self._asked):
             known.pop(life, None)
 
-    def nodes(self) -> list[dict[str, float]]:
-        return [{"CPU": 2.0}, {"CPU": 2.0}]
+    def kill_all(self, lives: Collection[str]) -> None:
+        for life in list(lives):
+            self.kill(life)
+
+    def placed(self, lives: Collection[str]) -> dict[str, str]:
+        return {life: self.on[life] for life in lives if life in self.states}
+
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(self.of_cluster)
+
+    def request(self, needs: Mapping[Need, int], avoid: Sequence[str] = ()) -> None:
+        self.requests.append(({str(need): count for need, count in needs.items()}, tuple(avoid)))
 
     def close(self) -> None:
         """Nothing to end."""

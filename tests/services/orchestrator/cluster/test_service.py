@@ -15,10 +15,9 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RunDirInUseError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Restart, Role
-from rolloutmq.services.orchestrator.cluster.messages import FRAME_LIMIT_BYTES
-from rolloutmq.services.orchestrator.cluster.ray_backend import EXCLUDES
+from rolloutmq.services.orchestrator.cluster.messages import FRAME_LIMIT_BYTES, Demand
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses, short_path
-from rolloutmq.services.orchestrator.cluster.service import ClusterService, excluded
+from rolloutmq.services.orchestrator.cluster.service import ClusterService
 from rolloutmq.services.orchestrator.supervision.core import (
     KILL_LADDER,
     Backoff,
@@ -177,6 +176,46 @@ async def test_without_a_node_the_reason_says_what_is_missing(
         assert cluster.orders == {}
 
 
+async def test_the_demand_reaches_the_cluster_and_is_withdrawn_at_the_end(tmp_path: Path) -> None:
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    async with serving(layout, cluster, worker_cpus=2.0), supervising(layout) as (_, remote):
+        remote.want(Demand(workers={"e": 3}))
+        await until(lambda: cluster.requests)
+        remote.want(Demand(workers={"e": 1}, avoid=("node-8",)))
+        await until(lambda: len(cluster.requests) == 2)
+    assert cluster.requests == [
+        ({"2 CPU and 1 GPU": 3}, ()),
+        ({"2 CPU and 1 GPU": 1}, ("node-8",)),
+        ({}, ()),
+    ]
+
+
+async def test_another_service_hears_the_demand_before_the_orders(tmp_path: Path) -> None:
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    async with supervising(layout) as (supervisor, remote):
+        remote.want(Demand(workers={"e": 1}, avoid=("node-8",)))
+        supervisor.start(spec("e-0", layout))
+        async with serving(layout, cluster, autoscale=False):
+            await until(lambda: supervisor.identity("e-0"))
+            assert cluster.avoided == {cluster.life_of("e-0"): ("node-8",)}
+            await supervisor.stop(["e-0"], KILL_LADDER, "the test is over")
+    assert cluster.requests == []
+
+
+async def test_the_nodes_of_the_cluster_and_of_each_life_are_told(tmp_path: Path) -> None:
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    async with serving(layout, cluster), supervising(layout) as (supervisor, remote):
+        await until(lambda: remote.nodes is not None)
+        assert remote.nodes is not None
+        assert [node.id for node in remote.nodes] == ["node-7", "node-8"]
+        supervisor.start(spec("e-0", layout))
+        await until(lambda: remote.living()[0].node == "node-7")
+        assert remote.living()[0].is_placed
+        await until(lambda: supervisor.identity("e-0"))
+        assert remote.living()[0].host == "node-7"
+        await supervisor.stop(["e-0"], KILL_LADDER, "the test is over")
+
+
 async def test_signals_reach_the_host_and_a_process_without_one_just_ends(tmp_path: Path) -> None:
     layout, cluster = layout_of(tmp_path), FakeCluster()
     async with serving(layout, cluster), supervising(layout) as (supervisor, _):
@@ -307,22 +346,3 @@ async def test_a_client_of_another_protocol_disturbs_nobody(tmp_path: Path) -> N
         writer.close()
         supervisor.start(spec("e-0", layout))
         await until(lambda: supervisor.identity("e-0"))
-
-
-def test_secrets_beside_the_code_are_not_sent(tmp_path: Path) -> None:
-    base, layout = tmp_path / "cfg", RunLayout(tmp_path / "cfg" / "own" / "a")
-    layout.root.mkdir(parents=True)
-    (base / "secret").mkdir()
-    (base / "keys").symlink_to("secret")
-    (tmp_path / "tls.key").touch()
-    tree = config().model_dump()
-    tree["base_dir"] = base
-    tree["broker"] |= {"keys": "keys", "insecure": False}
-    tree["run"] |= {
-        "http_token_file": "http.token",
-        "tls_cert": "c.pem",
-        "tls_key": str(tmp_path / "tls.key"),
-    }
-    found = excluded(RunConfig.model_validate(tree), layout)
-    assert sorted(found) == ["http.token", "keys", "own/a", "secret"]
-    assert "*.key" in EXCLUDES

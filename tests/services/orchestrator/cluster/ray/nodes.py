@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import msgspec
 import psutil
 
 from rolloutmq.bus.files import read_regular
-from rolloutmq.schemas.files import RunLayout
+from rolloutmq.schemas.files import RunLayout, Supervision
 from rolloutmq.schemas.process import python_command
 
 ROOT: Final = Path(__file__).parents[5]
@@ -27,7 +28,8 @@ import json, os, signal, sys
 from pathlib import Path
 from ray.cluster_utils import Cluster
 
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+orders = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+signal.pthread_sigmask(signal.SIG_BLOCK, orders)
 node = {"object_store_memory": 80_000_000, "include_dashboard": False}
 made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **node})
 nodes = [made.add_node(num_cpus=2, **node) for _ in range(3)]
@@ -35,7 +37,13 @@ raylets = [one.all_processes["raylet"][0].process.pid for one in nodes]
 file = Path(sys.argv[1])
 file.with_suffix(".tmp").write_text(json.dumps({"address": made.address, "raylets": raylets}))
 file.with_suffix(".tmp").rename(file)
-signal.sigwait({signal.SIGTERM})
+added = []
+while (order := signal.sigwait(orders)) != signal.SIGTERM:
+    if order == signal.SIGUSR1:
+        added.append(made.add_node(num_cpus=2, **node))
+    else:
+        made.remove_node(added.pop())
+        file.with_suffix(".removed").touch()
 made.shutdown()
 """
 
@@ -62,6 +70,7 @@ class Nodes:
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         }
         told, log = directory / "cluster.json", directory / "cluster.log"
+        self._removed = told.with_suffix(".removed")
         with log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", CLUSTER, str(told)],
@@ -76,6 +85,30 @@ class Nodes:
         found = json.loads(told.read_text())
         self.address: str = found["address"]
         self.raylets: list[int] = found["raylets"]
+
+    def add(self) -> None:
+        """Add a node like the others; it appears some time later."""
+        self._process.send_signal(signal.SIGUSR1)
+
+    def remove(self) -> None:
+        """Remove the node that was added last, and wait until its processes have ended."""
+        self._process.send_signal(signal.SIGUSR2)
+        wait_until(self._removed.exists, "the end of a node")
+        self._removed.unlink()
+
+    def asks(self, code: str, *words: str) -> str:
+        """Run code in a process that is connected to the cluster as `ray`; return the last line of its output."""
+        connect = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')"
+        done = subprocess.run(
+            [sys.executable, "-c", f"{connect}\n{code}", self.address, *words],
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()[-1]
 
     def close(self) -> None:
         """End all nodes."""
@@ -135,6 +168,20 @@ class Run:
         """Return the pid of each worker, 0 while it has none."""
         file = self.layout.workers
         return {one["name"]: one["pid"] for one in json.loads(file.read_text())} if file.exists() else {}
+
+    def supervision(self) -> Supervision:
+        """Return the report of the orchestrator."""
+        return msgspec.json.decode(self.layout.supervision.read_bytes(), type=Supervision)
+
+    def node(self, worker: str) -> str:
+        """Return the node of a worker; empty while it has no process."""
+        found = (one for one in self.supervision().workers if one.worker == worker and one.pid)
+        return next((one.node for one in found), "")
+
+    def running(self) -> dict[str, str]:
+        """Return the node of each worker that is ready and is not being ended."""
+        found = self.supervision().workers
+        return {one.worker: one.node for one in found if one.ready and one.phase == "running"}
 
     def progresses(self, steps: int = 5) -> None:
         """Wait for further steps."""

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -15,20 +13,12 @@ Start = Callable[..., Run]
 
 pytestmark = [pytest.mark.rival, pytest.mark.timeout(900)]
 
-LIST = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False); print(ray.util.list_named_actors(True))"
+LIST = "print(ray.util.list_named_actors(True))"
 
 
 def actors(nodes: Nodes) -> str:
     """Return the named actors of the cluster, as text."""
-    done = subprocess.run(
-        [sys.executable, "-c", LIST, nodes.address],
-        env=nodes.environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    return done.stdout.splitlines()[-1]
+    return nodes.asks(LIST)
 
 
 def test_a_run_survives_a_node_its_service_and_its_orchestrator(start: Start, nodes: Nodes) -> None:

@@ -1,0 +1,177 @@
+"""The cluster in the orchestrator: what it limits, wants, drains and takes back. The processes are played."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rolloutmq.schemas.config.run import RunConfig
+from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.wire.hardware import GpuOrder
+from rolloutmq.services.orchestrator.cluster.capacity.manager import UNPLACED_S, ClusterManager
+from rolloutmq.services.orchestrator.cluster.messages import Demand, LifeState, Node
+from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcess, RemoteProcesses
+from rolloutmq.services.orchestrator.supervision.core import KILL_LADDER, Ladder, Phase, ProcessView
+
+DRAIN: Ladder = ()
+
+
+class Played:
+    """A supervisor whose workers all run, and what it was told to retire."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, ProcessView] = {}
+        self.retired: dict[str, str] = {}
+        self.ladders: list[Ladder] = []
+
+    def views(self) -> dict[str, ProcessView]:
+        return self.known
+
+    def retire(self, name: str, ladder: Ladder, reason: str) -> None:
+        self.retired[name] = reason
+        self.ladders.append(ladder)
+        self.known[name] = replace(self.known[name], phase=Phase.STOPPING)
+
+
+class Cluster:
+    """A run of one environment with two nodes of two CPUs, and workers on them."""
+
+    def __init__(self, tmp_path: Path) -> None:
+        tree = {
+            "environment": {"e": {"entry": "e.py:E"}},
+            "broker": {"listen": "tcp://127.0.0.1:7000", "insecure": True},
+            "cluster": {"engine": "ray"},
+        }
+        self.remote = RemoteProcesses(tmp_path / "socket")
+        self.workers = Played()
+        self.manager = ClusterManager(RunConfig.model_validate(tree), self.remote)
+        self.spawned: list[RemoteProcess] = []
+
+    def free(self, first: float, second: float, **changes: bool) -> None:
+        """Say what is free on the nodes."""
+        self.remote.nodes = tuple(
+            Node(id=name, host=f"h-{name}", total={"CPU": 2.0}, free={"CPU": cpus}, **changes)
+            for name, cpus in (("a", first), ("b", second))
+        )
+
+    def start(self, name: str, node: str = "", age_s: float = 60.0) -> None:
+        """Order a worker some time ago, and place it."""
+        one = self.remote.spawn(ProcessSpec(name=name, role=Role.WORKER, argv=(), log="", kind="e"), "token")
+        one.ordered_at -= age_s
+        if node:
+            one.take(LifeState(life=one.identity.life, name=name, node=node, host=f"h-{node}", pid=7))
+            one.placed_at -= age_s
+        self.spawned.append(one)
+        self.workers.known[name] = ProcessView(name, Role.WORKER, Phase.RUNNING, 0.0, 0.0, 0, 0, "")
+
+    def attend(self, **orders: GpuOrder) -> None:
+        told = {f"node/{node}": order for node, order in orders.items()}
+        self.manager.attend(self.workers, told or None, lambda _: DRAIN)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    one = Cluster(tmp_path)
+    yield one
+    for process in one.spawned:
+        process.close()
+
+
+def test_before_the_nodes_are_known_nothing_is_limited(cluster: Cluster) -> None:
+    assert cluster.manager.limit("e", 0, 4) is None
+    assert cluster.manager.admits("e")
+    assert cluster.manager.records() == ()
+
+
+def test_what_is_wanted_beyond_the_room_is_told(cluster: Cluster) -> None:
+    cluster.free(0.0, 1.0)
+    cluster.manager.wants({"e": 5})
+    limit = cluster.manager.limit("e", 3, 8)
+    assert limit is not None
+    assert limit.workers == 4
+    assert "no room for 1 more worker, waiting for 1 CPU each" in limit.details
+
+
+def test_workers_without_a_node_take_the_room_that_is_left(cluster: Cluster) -> None:
+    cluster.free(0.0, 1.0)
+    cluster.start("e-0", "a")
+    assert cluster.manager.admits("e")
+    cluster.start("e-1", age_s=0.0)
+    assert not cluster.manager.admits("e")
+    limit = cluster.manager.limit("e", 2, 8)
+    assert limit is not None
+    assert limit.workers == 2
+
+
+def test_a_worker_that_has_just_got_its_node_may_not_be_counted_there_yet(cluster: Cluster) -> None:
+    cluster.free(0.0, 1.0)
+    cluster.start("e-0", "a")
+    cluster.start("e-1", "b", age_s=0.0)
+    assert not cluster.manager.admits("e")
+
+
+def test_a_cordoned_node_loses_its_workers_and_gets_no_new_ones(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Demand] = []
+    monkeypatch.setattr(cluster.remote, "_tell", told.append)
+    cluster.free(1.0, 1.0)
+    cluster.start("e-0", "a")
+    cluster.start("e-1", "b")
+    cluster.attend(a=GpuOrder(number=5, cordoned=True, reason="a new kernel"))
+    assert cluster.workers.retired == {"e-0": "node a is cordoned: by hand: a new kernel"}
+    assert cluster.workers.ladders == [DRAIN]
+    cluster.manager.wants({"e": 2})
+    cluster.manager.wants({"e": 2})
+    assert told[-1] == Demand(workers={"e": 2}, avoid=("a",))
+    assert sum(isinstance(one, Demand) for one in told) == 1
+    first, second = cluster.manager.records()
+    assert (first.cordoned, first.order, first.workers) == ("by hand: a new kernel", 5, ("e-0",))
+    assert (second.cordoned, second.order, second.workers) == ("", 0, ("e-1",))
+    cluster.attend()  # without a broker the orders hold
+    assert cluster.manager.records()[0].cordoned
+
+
+def test_a_node_that_the_cluster_removes_is_left_ahead(cluster: Cluster) -> None:
+    cluster.free(1.0, 1.0, draining=True)
+    cluster.start("e-0", "a")
+    cluster.attend()
+    assert cluster.workers.retired == {"e-0": "node a is cordoned: the cluster is about to remove it"}
+
+
+def test_workers_that_no_node_has_room_for_are_taken_back(cluster: Cluster) -> None:
+    cluster.free(0.0, 0.0)
+    cluster.start("e-0", "a")
+    cluster.start("e-1", age_s=UNPLACED_S / 2)
+    cluster.attend()
+    assert cluster.workers.retired == {}
+    cluster.start("e-2", age_s=2 * UNPLACED_S)
+    cluster.attend()
+    assert cluster.workers.retired == {"e-2": "no_room: the cluster has no room for it, waiting for 1 CPU"}
+    assert cluster.workers.ladders == [KILL_LADDER]
+
+
+def test_one_for_which_a_node_has_room_is_not_taken_back(cluster: Cluster) -> None:
+    cluster.free(1.0, 0.0)
+    cluster.start("e-0", "b")
+    cluster.start("e-1")
+    cluster.attend()
+    assert cluster.workers.retired == {}
+
+
+def test_the_only_worker_of_an_environment_stays_ordered(cluster: Cluster) -> None:
+    cluster.free(0.0, 0.0)
+    cluster.start("e-0")
+    cluster.start("e-1")
+    cluster.attend()
+    assert list(cluster.workers.retired) == ["e-1"]
+    assert time.monotonic() - cluster.spawned[0].ordered_at > UNPLACED_S
+
+
+def test_places_are_those_of_workers_with_a_node(cluster: Cluster) -> None:
+    cluster.free(1.0, 1.0)
+    cluster.start("e-0", "a")
+    cluster.start("e-1")
+    assert cluster.manager.places() == {"e-0": ("h-a", "a")}
