@@ -44,6 +44,9 @@ class Cluster:
         self.root = root
         self._processes: list[subprocess.Popen[bytes]] = []
         self.keys = KeyDirectory.create(root / "keys")
+        self._worker_key = root / "worker.key"
+        save_bundle(self._worker_key, self.keys.new("workers", Role.WORKER))
+        self.token = self.keys.new("prometheus", Role.MONITOR).token
         self.code = root / "examples"
         shutil.copytree(ROOT / "examples", self.code)
         first = free_ports()
@@ -65,7 +68,7 @@ class Cluster:
             (home / "state").mkdir()
             (home / "data").mkdir()
             (home / "own").mkdir()
-            secrets = [*self.keys.path.iterdir()] if name == "run" else [self._worker_key()]
+            secrets = [*self.keys.path.iterdir()] if name == "run" else [self._worker_key]
             for path in secrets:
                 shutil.copy(path, home / "secret" / path.name)
                 (home / "secret" / path.name).chmod(0o440)
@@ -82,17 +85,11 @@ class Cluster:
         }
         return Pod(pod_specs()[name], home, places)
 
-    def _worker_key(self) -> Path:
-        path = self.root / "worker.key"
-        if not path.exists():
-            save_bundle(path, self.keys.new("workers", Role.WORKER))
-        return path
-
-    def metrics(self, token: str) -> str:
+    def metrics(self) -> str:
         """Return the metrics as Prometheus gets them, by the name of the service; empty while nobody answers."""
         request = urllib.request.Request(f"http://127.0.0.1:{self.metrics_port}/metrics")
         request.add_header("Host", f"rolloutmq.default.svc:{self.metrics_port}")
-        request.add_header("Authorization", f"Bearer {token}")
+        request.add_header("Authorization", f"Bearer {self.token}")
         with (
             suppress(urllib.error.URLError, ConnectionError, TimeoutError),
             urllib.request.urlopen(request, timeout=10) as reply,
@@ -135,7 +132,6 @@ def broker_of(process: "subprocess.Popen[bytes]") -> psutil.Process:
 
 @pytest.mark.extended
 def test_pods_start_are_probed_drain_and_resume(cluster: Cluster) -> None:
-    bundle = cluster.keys.new("prometheus", Role.MONITOR)
     worker, run = cluster.pod("worker"), cluster.pod("run")
     worker.initialize()
     run.initialize()
@@ -146,7 +142,7 @@ def test_pods_start_are_probed_drain_and_resume(cluster: Cluster) -> None:
     up = cluster.start(run, "run.log")
     wait_until(lambda: run.passes("readiness") and run.passes("liveness"), "the run", log)
     wait_until(lambda: worker.passes("readiness"), "the worker", worker_log)
-    wait_until(lambda: TARGET in cluster.metrics(bundle.token), "the metric for KEDA", log)
+    wait_until(lambda: TARGET in cluster.metrics(), "the metric for KEDA", log)
     run_dir = cluster.root / "run" / "data" / "run"
     wait_until(lambda: read_ledger(run_dir).settled > 0, "a batch of the worker's groups", log)
     assert not list((run_dir / "logs").glob("sort3-*")), "a worker on the host of the run"
