@@ -29,8 +29,8 @@ needs_kubectl = pytest.mark.skipif(
 
 def parsed(words: list[str]) -> dict[str, Any]:
     """Return the parameters of a command line as the real parser reads them; it fails for an unknown one."""
-    command = typer.main.get_command(app)
-    sub: Any = command.commands[words[0]]
+    command: Any = typer.main.get_command(app)
+    sub = command.commands[words[0]]
     return dict(sub.make_context(words[0], words[1:]).params)
 
 
