@@ -8,7 +8,7 @@ export OMP_NUM_THREADS := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 .PHONY: quickstart quickstart-vllm test test-extended test-all test-atropos test-trl test-skyrl test-verl test-ray \
-	test-verifiers test-data test-export test-dashboard test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench \
+	test-verifiers test-data test-export test-kubernetes test-dashboard test-transformers4 test-vllm test-transferqueue test-install soak soak-faults fuzz check docs bench \
 	bench-rewards bench-scaling bench-rivals accept newest reference notebook lock clean
 
 # Every package is pinned, and pip refuses a file with another hash. It prints what it does, since it takes minutes.
@@ -70,6 +70,9 @@ test-data: .venv-verifiers/.installed ## rows of data sets as tasks; the environ
 
 test-export: .venv-export/.installed ## experiment trackers, a receiver of traces and Prometheus, fed by telemetry
 	.venv-export/bin/python -m pytest -m rival tests/services/telemetry/export
+
+test-kubernetes: .venv-kubernetes/.installed ## the manifests of Kubernetes, by its schemas and that of KEDA
+	.venv-kubernetes/bin/python -m pytest -m rival tests/deploy/kubernetes
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl
@@ -218,6 +221,13 @@ bench-rivals: .venv-atropos/.installed .venv-transferqueue/.installed .venv-trl/
 	.venv-export/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
 	touch $@
 
+.venv-kubernetes/.installed: pyproject.toml requirements/kubernetes.txt
+	$(PYTHON) -m venv .venv-kubernetes
+	.venv-kubernetes/bin/python $(LOCKED) requirements/kubernetes.txt
+	$(call install_package,.venv-kubernetes)
+	.venv-kubernetes/bin/python -m pip check --disable-pip-version-check # --no-deps leaves out what is not in the list
+	touch $@
+
 # No `pip check`: two packages that verl declares are left out, see the file. verl also installs folders called `tests` and
 # `scripts`, so nothing that runs here imports ours of these names.
 .venv-verl/.installed: pyproject.toml requirements/verl.txt $(TORCH)
@@ -254,6 +264,6 @@ reference: $(VENV)/.installed ## the pages of docs/reference that are made from 
 
 clean:
 	rm -rf site $(VENV) .venv-atropos .venv-transferqueue .venv-trl .venv-skyrl .venv-verl .venv-ray .venv-verifiers .venv-verifiers04 \
-		.venv-export .venv-transformers4 .venv-build .venv-vllm .venv-browser .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
+		.venv-export .venv-kubernetes .venv-transformers4 .venv-build .venv-vllm .venv-browser .venv-newest-* build dist *.egg-info src/*.egg-info .mypy_cache .pytest_cache .ruff_cache \
 		.import_linter_cache .hypothesis runs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

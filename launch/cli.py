@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from rolloutmq.launch.declarations import completion
+from rolloutmq.launch.declarations.joining import ProbeDirectory
 from rolloutmq.launch.declarations.keys import keys
 from rolloutmq.launch.declarations.options import (
     Cluster,
@@ -72,6 +73,7 @@ def up(
         Cluster | None,
         typer.Option(help="Override cluster.engine, which runs the workers.", show_default=False),
     ] = None,
+    probe_dir: ProbeDirectory = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print lines of JSON: progress, then the end.")
     ] = False,
@@ -96,7 +98,8 @@ def up(
     if detach:  # a download may take longer than one waits for the broker of a detached run
         fetched(resolved, sources_of(RunLayout(resolved.run.dir)) if resume else (), tell=local.tell)
         raise typer.Exit(answered(lambda: steer.detach(resolved, sys.argv[1:]), as_json=as_json))
-    raise typer.Exit(local.up(resolved, local.UpOptions(resume=resume, plain=plain, as_json=as_json)))
+    options = local.UpOptions(resume=resume, plain=plain, as_json=as_json, probe_dir=probe_dir)
+    raise typer.Exit(local.up(resolved, options))
 
 
 @app.command("try", rich_help_panel=RUN)

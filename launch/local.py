@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -48,6 +49,8 @@ from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.dashboard.on_demand import PageOnDemand, page_of
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.http_server.run_token import with_own_token
+from rolloutmq.services.liveness.broker_watch import BrokerWatch, keep_asking
+from rolloutmq.services.liveness.probe_files import ProbeFiles, keep_probes
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.orchestrator.cluster.opening import closed, looked_at, opened
@@ -91,12 +94,14 @@ class UpOptions:
         plain: Print progress lines even on a terminal.
         picture: Draw `report.png` at the end.
         as_json: Print lines of JSON alone: `event` names the kind of each.
+        probe_dir: Directory for the files of probes; None for none.
     """
 
     resume: bool = False
     plain: bool = False
     picture: bool = True
     as_json: bool = False
+    probe_dir: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +219,7 @@ class Launcher:
             seed=config.run.seed,
         )
         self._crashes = CrashNotes(layout)
+        self._probes = ProbeFiles(options.probe_dir) if options.probe_dir is not None else None
         self._roles: dict[str, Role] = {}
         self._killed = self._is_over = False
 
@@ -243,6 +249,8 @@ class Launcher:
             async with self._supervisor, asyncio.TaskGroup() as tasks:
                 tasks.create_task(watch(self._layout, self._view, shown), name="view")
                 beside = [tasks.create_task(self._rotation().run(), name="logs")]
+                if self._probes is not None:
+                    beside += self._shown(self._probes, tasks)
                 if self._page is not None:
                     beside.append(tasks.create_task(self._page.run(), name="page"))
                 for spec in plan(self._config, self._layout, sys.executable):
@@ -255,6 +263,18 @@ class Launcher:
                 shown.set()
         end_marked(f"{self._token}/")
         return Ending(EXIT_INTERRUPTED, "killed by a second signal") if self._killed else ending
+
+    def _shown(self, probes: ProbeFiles, tasks: asyncio.TaskGroup) -> list[asyncio.Task[None]]:
+        """Begin to show probes whether the run lives, which it does not while its broker hangs, and is ready."""
+
+        def pid() -> int:
+            identity = self._supervisor.identity(Role.BROKER.value)
+            return identity.pid if identity is not None else 0
+
+        watch = BrokerWatch()
+        showing = keep_probes(probes, lambda: watch.answers, lambda: not watch.hangs(time.monotonic()))
+        asking = keep_asking(watch, self._layout, pid)
+        return [tasks.create_task(showing, name="probes"), tasks.create_task(asking, name="broker watch")]
 
     def _note_crash(self, view: ProcessView) -> None:
         self._crashes.take(view, time.time())

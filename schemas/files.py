@@ -49,6 +49,7 @@ trackers/            files of experiment trackers; NAME.json has the id of their
 curriculum.json      progress of each curriculum                        curriculum
 curriculum/          state and events of each curriculum                curriculum
 decisions.jsonl      autoscaling decisions, with their inputs           orchestrator
+signs/<worker>.json   sign of life, every second, on another host    each worker
 failures/<environment>.json   last exception of the environment's code, with its frames    each worker
 hangs/<worker>.json, .stack   environment's code that holds the worker's event loop now    each worker
 logs/<name>.log      output of each process; rotated to .log.1, .log.2, ..., newest first
@@ -130,6 +131,7 @@ class RunLayout:
         self.decisions = root / "decisions.jsonl"
         self.failures = root / "failures"
         self.hangs = root / "hangs"
+        self.signs = root / "signs"
         self.logs = root / "logs"
         self.sockets = root / "sockets"
         self.cluster_socket = self.sockets / "cluster"
@@ -157,6 +159,10 @@ class RunLayout:
         """Return the file with the stacks of a worker whose threads cannot run either."""
         return self.hangs / f"{worker}.stack"
 
+    def sign(self, worker: str) -> Path:
+        """Return the file with the sign of life of a worker, for the command on its host that started it."""
+        return self.signs / f"{worker}.json"
+
     def own_config(self, name: str) -> Path:
         """Return the configuration of one command that joined, in the directory of its host for the run."""
         return self.root / f"config-{name}.json"
@@ -164,6 +170,17 @@ class RunLayout:
     def log(self, process: str) -> Path:
         """Return the log of a process."""
         return self.logs / f"{process}.log"
+
+
+class Sign(msgspec.Struct, frozen=True, kw_only=True):
+    """`signs/WORKER.json`, a sign of life; the address file of an engine reads as one, too."""
+
+    pid: int
+    state: str = "ready"
+    """State of the worker, as in its heartbeats."""
+    answered: bool = True
+    """The broker has answered its last heartbeat."""
+    draining: bool = False
 
 
 class HubSource(msgspec.Struct, frozen=True, kw_only=True):

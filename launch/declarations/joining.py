@@ -28,6 +28,15 @@ Grace = Annotated[
     float,
     typer.Option(metavar="SECONDS", help="With --connect: time to end in order after SIGTERM.", min=0.0),
 ]
+ProbeDirectory = Annotated[
+    Path | None,
+    typer.Option(
+        "--probe-dir",
+        metavar="DIR",
+        help="Directory for the files of probes: `live` and `ready`, touched every second while it holds.",
+        show_default=False,
+    ),
+]
 Model = Annotated[
     Path | None,
     typer.Option(
@@ -66,12 +75,14 @@ def join_engine(
     name: NameHere = "",
     run_dir: DirectoryHere = None,
     grace: Grace = 25.0,
+    probe_dir: ProbeDirectory = None,
 ) -> None:
     """Serve the policy of a run of another host."""
     from rolloutmq.launch.commands.remote import programs
     from rolloutmq.launch.commands.remote.engine_beats import Served
 
-    way = programs.Way(connection(required(connect, "--connect"), key, "EngineBeat"), run_dir, grace, name)
+    joined = connection(required(connect, "--connect"), key, "EngineBeat")
+    way = programs.Way(joined, run_dir, grace, name, probe_dir)
     raise typer.Exit(
         programs.join_engine(
             Served(host, port, advertise, insecure, key is not None, tls_cert, tls_key), model, way

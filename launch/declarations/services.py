@@ -7,7 +7,14 @@ import typer
 
 from rolloutmq.launch import service_process
 from rolloutmq.launch.declarations import completion
-from rolloutmq.launch.declarations.joining import DirectoryHere, Grace, Model, NameHere, required
+from rolloutmq.launch.declarations.joining import (
+    DirectoryHere,
+    Grace,
+    Model,
+    NameHere,
+    ProbeDirectory,
+    required,
+)
 from rolloutmq.launch.declarations.joining import app as joining
 from rolloutmq.launch.declarations.remote import Connect, Key, connection
 
@@ -111,8 +118,10 @@ def worker(
     name: NameHere = "",
     count: Annotated[int, typer.Option(help="Number of workers.", min=1, max=1024)] = 1,
     grace: Grace = 25.0,
+    probe_dir: ProbeDirectory = None,
 ) -> None:
     """Run an environment worker: of a run directory, or with --connect of a run of another host."""
+    _require_joining(connect, probe_dir)
     if not connect:
         found = required(run_dir, "--run-dir"), required(worker, "--worker")
         raise typer.Exit(service_process.worker(*found))
@@ -122,7 +131,7 @@ def worker(
     from rolloutmq.launch.commands.remote.own_code import OwnCode
 
     own = OwnCode.of(required(code, "--code"), allow_module or (), allow_variable or ())
-    way = programs.Way(connection(connect, key, "RegisterProducer"), run_dir, grace, name)
+    way = programs.Way(connection(connect, key, "RegisterProducer"), run_dir, grace, name, probe_dir)
     raise typer.Exit(programs.join_workers(required(env, "ENV"), count, own, way))
 
 
@@ -155,8 +164,10 @@ def relay(
     ] = "",
     name: NameHere = "",
     grace: Grace = 25.0,
+    probe_dir: ProbeDirectory = None,
 ) -> None:
     """Run a relay: serve the weights of a run to other hosts, or with --connect receive those of another host."""
+    _require_joining(connect, probe_dir)
     if not connect:
         raise typer.Exit(service_process.relay(required(run_dir, "--run-dir"), source, listen))
     if source is not None:
@@ -165,7 +176,7 @@ def relay(
         )
     from rolloutmq.launch.commands.remote import programs
 
-    way = programs.Way(connection(connect, key, "GetWeightsTicket"), run_dir, grace, name)
+    way = programs.Way(connection(connect, key, "GetWeightsTicket"), run_dir, grace, name, probe_dir)
     raise typer.Exit(programs.join_relay(programs.Passing(listen, advertise, behind), way))
 
 
@@ -194,14 +205,22 @@ def trainer(
     key: Key = None,
     model: Model = None,
     grace: Grace = 25.0,
+    probe_dir: ProbeDirectory = None,
 ) -> None:
     """Run one rank of the trainer; with --connect ranks of a run of another host."""
+    _require_joining(connect, probe_dir)
     ranks = rank or [0]
     if connect:
         from rolloutmq.launch.commands.remote import programs
 
-        way = programs.Way(connection(connect, key, "RegisterConsumer"), run_dir, grace)
+        way = programs.Way(connection(connect, key, "RegisterConsumer"), run_dir, grace, probe_dir=probe_dir)
         raise typer.Exit(programs.join_trainer(ranks, model, way))
     if len(ranks) > 1:
         raise typer.BadParameter("several ranks of one command need --connect", param_hint="--rank")
     raise typer.Exit(service_process.trainer(required(run_dir, "--run-dir"), ranks[0]))
+
+
+def _require_joining(connect: list[str] | None, probe_dir: Path | None) -> None:
+    """Refuse files of probes for a process of a run directory: its launcher watches it."""
+    if probe_dir is not None and not connect:
+        raise typer.BadParameter("needs --connect, the address of the run", param_hint="--probe-dir")

@@ -479,7 +479,8 @@ class Orchestrator:
         self._scaling.decide(crews, pressure, self._client.heard_at, now, rooms, engines)
         for scale in self._scaling.scales:
             self._send_away(scale, heard, crews[scale.env].joined)
-        for env, number in self._scaling.starts(crews).items():
+        starts = self._scaling.starts(crews) if self._limits.start_workers else {}
+        for env, number in starts.items():
             if self._replacements[env].pauses(now):
                 continue
             if number and self._bounds.config.environment[env].command and not self._programs.can_start:
@@ -543,7 +544,7 @@ class Orchestrator:
 
     def _send_away(self, scale: ScaleTarget, heard: Heard, joined: int) -> None:
         views = self._workers.views()
-        target = max(0, scale.decision.target - joined)
+        target = max(0, scale.decision.target - joined) if self._limits.start_workers else 0
         for name in self._tables[scale.env].surplus(views, heard, target):
             if views[name].phase is Phase.FATAL:
                 self._workers.forget(name)

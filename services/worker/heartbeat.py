@@ -39,7 +39,11 @@ LAST_S: Final = 1.0
 
 
 class Heartbeat:
-    """Reports the state of a worker while `run` runs."""
+    """Reports the state of a worker while `run` runs.
+
+    Attributes:
+        answered: The broker has answered the last heartbeat.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class Heartbeat:
         self._on_drain = on_drain
         self._clock = ClockOffset()
         self._changed = asyncio.Event()
+        self.answered = False
 
     def changed(self) -> None:
         """Send the next heartbeat at once."""
@@ -93,12 +98,14 @@ class Heartbeat:
             try:
                 reply = await client.request(self._timed(), timeout_s=ANSWER_S)
             except RolloutMQError as error:
+                self.answered = False
                 logger.warning("heartbeat unanswered error=%s", error)
                 if read_json(self._layout.endpoints, Endpoints) != endpoints or _has_other_keys(
                     client, endpoints
                 ):
                     return
             else:
+                self.answered = True
                 if isinstance(reply, WorkerBeatReply):
                     self._clock.answered(sent_at, reply.at, time.monotonic() - begun)
                     if reply.draining:

@@ -31,14 +31,14 @@ from typing import Any, Final
 from rolloutmq.bus.engine_registry import FIRST, engines_of, is_reachable
 from rolloutmq.bus.evaluation.plan import answering_producer
 from rolloutmq.bus.files import PRIVATE_DIRECTORY
-from rolloutmq.bus.log_throttle import WaitLog
+from rolloutmq.bus.log_throttle import LogThrottle, WaitLog
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.producer.resend import resend_set_aside
 from rolloutmq.bus.rundir import FILE_POLL_S, load_run, write_json
 from rolloutmq.bus.tasks.taker import TaskTaker
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, SessionFencedError
-from rolloutmq.schemas.files import InferenceAddress
+from rolloutmq.schemas.files import InferenceAddress, Sign
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import AWAY_LIMIT, WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
@@ -74,6 +74,8 @@ DELIVERY_S: Final = 60.0
 """Seconds that a task's lease exceeds `rollout_timeout_s`: its group may have to wait for credits."""
 FAILURE: Final = 1
 """Exit code in place of 0, if the environment's code ended the worker by `os._exit`."""
+SIGN_S: Final = 1.0
+"""Time between two signs of life on another host."""
 LAST_FLUSH_S: Final = 1.0
 """Seconds for delivery even if finishing the rollouts took the whole deadline."""
 
@@ -234,6 +236,7 @@ class Worker:
         beside = [
             asyncio.create_task(self._heartbeat.run(), name="heartbeat"),
             asyncio.create_task(self._drain_at(stop), name="stop watcher"),
+            asyncio.create_task(self._show_life(), name="sign of life"),
         ]
         try:
             # If the heartbeat ends first it has failed; its error is raised below.
@@ -264,6 +267,19 @@ class Worker:
             write_json(self.layout.failure(self.env), failure)
         except OSError as error:
             logger.warning("report not written path=%s error=%s", self.layout.failure(self.env), error)
+
+    async def _show_life(self) -> None:
+        """On another host, tell the command that started this worker each second that its loop runs."""
+        path, throttle = self.layout.sign(self.name), LogThrottle()
+        while self._joined:
+            sign = Sign(pid=os.getpid(), state=self.state, answered=self._heartbeat.answered)
+            try:
+                path.parent.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+                write_json(path, sign)
+            except OSError as error:  # a full disk ends no worker
+                if throttle.is_due(str(error), time.monotonic()):
+                    logger.warning("sign of life not written path=%s error=%s", path, error)
+            await asyncio.sleep(SIGN_S)
 
     async def _drain_at(self, stop: Stop) -> None:
         self.start_draining(await stop.wait())

@@ -34,6 +34,7 @@ def test_every_promised_target_can_be_made() -> None:
         "test-verifiers",
         "test-data",
         "test-export",
+        "test-kubernetes",
     )
     rivals = (
         "test-atropos",
@@ -74,6 +75,7 @@ def test_every_promised_target_can_be_made() -> None:
         "test-verifiers",
         "test-data",
         "test-export",
+        "test-kubernetes",
         "test-transformers4",
         "test-install",
         "test-dashboard",

@@ -10,6 +10,9 @@
     fresh run   the address serves another run of the same name: end all, set aside what they have of the old one, and
                 start again; a trainer ends with an error, since it would go on from its own step
 
+    hang        a worker silent for longer than its `liveness_s` is killed and restarted, as on the run's own host
+    probes      live: this process runs; ready: its programs are at work, and the broker answers
+
 Nothing gives up while the broker is away: the programs wait with their groups, and a lasting wait is logged.
 """
 
@@ -17,7 +20,8 @@ import asyncio
 import logging
 import secrets
 import sys
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,7 +38,17 @@ from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.errors import ConfigError, RolloutMQError, UsageError
 from rolloutmq.schemas.files import Connection, RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessSpec, Role, Step, python_command
-from rolloutmq.services.orchestrator.supervision.core import OVER, Backoff, Ladder, Phase, ProcessView, Rung
+from rolloutmq.services.liveness.probe_files import ProbeFiles, keep_probes
+from rolloutmq.services.liveness.signs import LOOK_S, Signs
+from rolloutmq.services.orchestrator.supervision.core import (
+    OVER,
+    Backoff,
+    Ladder,
+    Phase,
+    ProcessView,
+    Rung,
+    term_ladder,
+)
 from rolloutmq.services.orchestrator.supervision.supervisor import Supervisor, identities_of
 from rolloutmq.services.process.lock import only_one
 from rolloutmq.services.process.logbook import LogLimits, Rotation
@@ -78,6 +92,8 @@ class Joining:
     """It goes on with a fresh run of the same name."""
     is_needed_by_run: bool = False
     """It ends once the run needs it no more. Workers are drained by the run, and a trainer ends by itself."""
+    probe_dir: Path | None = None
+    """Directory for the files of probes; None for none."""
     is_alone: bool = False
     """It shares its usual directory with no others. Trainer and engines of a host share one, for the weights."""
 
@@ -85,6 +101,7 @@ class Joining:
 def join(joining: Joining) -> int:
     """Join a run until all programs have ended, or until a signal; return the exit code. Blocks."""
     crew: Crew | None = None
+    probes = ProbeFiles(joining.probe_dir) if joining.probe_dir is not None else None
 
     async def serve(stop: Stop) -> None:
         nonlocal crew
@@ -99,13 +116,18 @@ def join(joining: Joining) -> int:
             pauses=True,
         )
         refreshing = asyncio.create_task(mirror.run(), name="mirror")
+        beside = {refreshing}
+        if probes is not None:
+            showing = keep_probes(probes, lambda: crew is not None and crew.is_ready())
+            beside.add(asyncio.create_task(showing, name="probes"))
         try:
             if await _first(stop, refreshing, mirror.ready()):
                 crew = Crew(joining, mirror)
                 await crew.run(stop, refreshing)
         finally:
-            refreshing.cancel()
-            await asyncio.wait({refreshing})
+            for task in beside:
+                task.cancel()
+            await asyncio.wait(beside)
 
     def kill() -> None:
         if crew is not None:
@@ -141,6 +163,7 @@ class Crew:
         self._previous = previous
         self._programs = Supervisor(token, _backoff(self._limits), identities=self._identities)
         self._rotation = Rotation(LogLimits(config.run.log_bytes, config.run.log_files), self._logs)
+        self._signs = Signs(dict(self._sign_files()))
 
     def kill(self) -> None:
         """Kill all programs now."""
@@ -160,6 +183,7 @@ class Crew:
             async with self._programs, asyncio.TaskGroup() as tasks:
                 beside = [tasks.create_task(self._rotation.run(), name="logs")]
                 beside.append(tasks.create_task(self._bring_home(), name="left spools"))
+                beside.append(tasks.create_task(self._watch(), name="signs of life"))
                 if self._joining.beside is not None:
                     beside.append(tasks.create_task(_until_cancelled(self._joining.beside, self._mirror)))
                 try:
@@ -297,6 +321,43 @@ class Crew:
     def is_hopeless(self) -> bool:
         """Whether a program was given up at once, since no restart can help it, and not after many crashes."""
         return any(view.crashes < self._limits.crash_limit for view in self._failed())
+
+    def is_ready(self) -> bool:
+        """Return whether all programs are at work, as far as they tell, and the broker answers."""
+        views = self._programs.views().values()
+        are_running = bool(views) and all(view.phase is Phase.RUNNING for view in views)
+        return are_running and not self._mirror.problem and self._signs.are_at_work()
+
+    async def _watch(self) -> None:
+        """Look for the signs of life of the programs; a worker that hangs is killed and restarted."""
+        ladder = term_ladder(self._limits.term_grace_s)
+        while True:
+            views = self._programs.views()
+            found = {name: self._programs.identity(name) for name in views}
+            pids = {name: identity.pid for name, identity in found.items() if identity is not None}
+            self._signs.look(pids, time.monotonic())
+            for name, view in views.items():
+                if view.phase is Phase.RUNNING and (reason := self._hang_of(view)):
+                    logger.warning("worker hangs worker=%s reason=%s", name, reason)
+                    self._programs.hang(name, ladder, reason)
+            await asyncio.sleep(LOOK_S)
+
+    def _hang_of(self, view: ProcessView) -> str:
+        """Return why a program counts as hanging; empty if it does not."""
+        env = view.name.rpartition("-")[0]
+        section = self._mirror.config.environment.get(env) if view.role is Role.WORKER else None
+        silent_s = self._signs.silent_s(view.name)
+        if section is None or section.liveness_s is None or silent_s <= section.liveness_s:
+            return ""
+        return f"hangs: no sign of life for {silent_s:.0f} s (environment.{env}.liveness_s: {section.liveness_s:g})"
+
+    def _sign_files(self) -> Iterator[tuple[str, Path]]:
+        """Yield where each program shows its life; ranks and relays do not."""
+        for name, role, _ in self._joining.programs:
+            if role is Role.WORKER:
+                yield name, self._layout.sign(name)
+            elif role is Role.INFERENCE:
+                yield name, self._layout.engine(name)
 
     def _failed(self) -> list[ProcessView]:
         return [view for view in self._programs.views().values() if view.phase is Phase.FATAL]

@@ -34,12 +34,14 @@ _RELAY: Final = re.compile(re.escape(PREFIX) + _BASE.pattern)
 
 @dataclass(frozen=True)
 class Way:
-    """How a program joins: the run, the directory of this host, the grace at its end, and a name for this host."""
+    """How a program joins: the run, the directory of this host, the grace at its end, a name for this host, and the
+    directory for the files of probes, if there are any."""
 
     connection: Connection
     directory: Path | None = None
     grace_s: float = 25.0
     name: str = ""
+    probe_dir: Path | None = None
 
     @property
     def base(self) -> str:
@@ -72,7 +74,10 @@ def join_workers(env: str, count: int, own: OwnCode, way: Way) -> int:
     programs = tuple((one, Role.WORKER, ("worker", "--worker", one)) for one in names)
     accept = rolling([env], own)
     way_of = Joining(
-        name, programs, way.connection, accept, way.directory, way.grace_s, own=WORKERS, is_alone=True
+        *(name, programs, way.connection, accept, way.directory, way.grace_s),
+        own=WORKERS,
+        is_alone=True,
+        probe_dir=way.probe_dir,
     )
     return join(way_of)
 
@@ -97,6 +102,7 @@ def join_trainer(ranks: Iterable[int], model: Path | None, way: Way) -> int:
             way.grace_s,
             own=TRAINER,
             follows=False,
+            probe_dir=way.probe_dir,
         )
     )
 
@@ -125,6 +131,7 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
             *(name, programs, way.connection, accept, way.directory, way.grace_s, beats.run),
             serves=True,
             is_needed_by_run=True,
+            probe_dir=way.probe_dir,
         )
     )
 
@@ -178,6 +185,7 @@ def join_relay(passing: Passing, way: Way) -> int:
         Joining(
             *("relay", programs, way.connection, receiving, way.directory, way.grace_s, beats.run),
             is_needed_by_run=True,
+            probe_dir=way.probe_dir,
         )
     )
 

@@ -79,6 +79,18 @@ async def test_workers_come_and_go_as_it_is_decided(run_dir: Path) -> None:
     assert read_json(layout.workers, list[ProcessIdentity]) == []
 
 
+async def test_it_only_decides_where_others_start_the_workers(run_dir: Path) -> None:
+    layout = RunLayout(run_dir)
+    async with broker(layout) as fake, orchestrator(layout, config(start_workers=False)):
+        fake.wanted = {"env": 2}
+        await until(lambda: bool(fake.decisions) and fake.decisions[-1].target == 2)
+        number = len(fake.decisions)
+        fake.wanted = {"env": 3}
+        await until(lambda: len(fake.decisions) > number and fake.decisions[-1].target == 3)
+        assert not living(layout)
+        assert not list(layout.logs.glob("env-*"))
+
+
 async def test_decisions_are_written_down_and_come_out_the_same_again(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
     async with broker(layout) as fake, orchestrator(layout, config()):

@@ -1,0 +1,1 @@
+"""Liveness and readiness of the processes of a run, for supervisors such as Kubernetes."""
