@@ -69,7 +69,8 @@ def opened(config: RunConfig, layout: RunLayout, token: str, found: Probe | None
         if not keys.exists():
             KeyDirectory.create(keys)
         tree["broker"]["keys"] = str(keys)
-    for section in ("inference", "teacher"):
+    programs = ["gateway"] if any(env.command for env in config.environment.values()) else []
+    for section in ("inference", "teacher", *programs):
         if tree[section]["host"] == LOOPBACK and not is_loopback(host):
             tree[section]["host"] = host
     config = _validated(tree)

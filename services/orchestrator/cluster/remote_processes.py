@@ -30,6 +30,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
     LifeState,
     Lives,
     Order,
+    Program,
     Release,
     Send,
     Start,
@@ -104,7 +105,11 @@ class RemoteProcess:
         self._waits_for = state.waits_for
         if state.pid and state.pid != self.identity.pid:
             self.identity = replace(
-                self.identity, pid=state.pid, start_ticks=state.start_ticks, boot_id=state.boot_id
+                self.identity,
+                pid=state.pid,
+                start_ticks=state.start_ticks,
+                boot_id=state.boot_id,
+                host=state.host,
             )
             logger.info("placed name=%s host=%s pid=%d", self.identity.name, state.host, state.pid)
             self._wake()
@@ -147,7 +152,9 @@ class RemoteProcesses:
     def spawn(self, spec: ProcessSpec, token: str) -> RemoteProcess:
         """Order a process; a supervisor holds it at once, and its host is told later."""
         life = secrets.token_hex(8)
-        start = Start(life=life, name=spec.name, env=spec.kind, words=spec.argv)
+        program = Program(argv=spec.argv, variables=spec.env) if spec.foreign else None
+        words = () if spec.foreign else spec.argv
+        start = Start(life=life, name=spec.name, env=spec.kind, words=words, program=program)
         marker = marker_of(token, spec.name)
         process = RemoteProcess(
             ProcessIdentity(

@@ -51,3 +51,14 @@ def test_the_key_is_revoked_at_the_end_and_after_a_kill(tmp_path: Path, layout: 
     closed(made, layout, "next")
     assert revoked(tmp_path) == {"cluster-killed": True, "cluster-next": True}
     assert not layout.cluster_key.exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "host"), [({"command": ["x"]}, "10.0.0.1"), ({"entry": "e.py:E"}, "127.0.0.1")]
+)
+def test_the_gateway_is_in_reach_of_programs_alone(
+    tmp_path: Path, layout: RunLayout, section: dict[str, object], host: str
+) -> None:
+    tree = config(tmp_path, "tcp://10.0.0.1:7760").model_dump()
+    tree |= {"environment": {"e": section}, "gateway": {"enabled": True}}
+    assert opened(RunConfig.model_validate(tree), layout, "a", FOUND).gateway.host == host

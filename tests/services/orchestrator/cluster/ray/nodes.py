@@ -89,13 +89,15 @@ class Nodes:
 
 
 class Run:
-    """The quickstart, with its workers on the nodes."""
+    """A run with its workers on the nodes, by default the quickstart."""
 
-    def __init__(self, nodes: Nodes, root: Path, *settings: str) -> None:
+    def __init__(
+        self, nodes: Nodes, root: Path, *settings: str, config: Path = ROOT / "examples/quickstart.toml"
+    ) -> None:
         self.layout = RunLayout(root / "run")
         self._out = root / "up.log"
         self._nodes = nodes
-        words = ["up", str(ROOT / "examples/quickstart.toml"), "--cluster", "ray", "--plain"]
+        words = ["up", str(config), "--cluster", "ray", "--plain"]
         words += ["--run-dir", str(self.layout.root)]
         for setting in (f"cluster.address={nodes.address}", *settings):
             words += ["--set", setting]
