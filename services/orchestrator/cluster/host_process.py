@@ -5,7 +5,8 @@
     lease       nobody of the run asks any more: the process gets SIGTERM, then SIGKILL; an ended one leaves the host
     end         what the process left undelivered is sent before its end is told: then its next life may start elsewhere
 
-The process dies with the thread that started it (PR_SET_PDEATHSIG), so a host that loses its cluster keeps nothing.
+The process dies with the thread that started it (PR_SET_PDEATHSIG), and a guard kills what it has started itself. So a
+host that loses its cluster keeps nothing.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from rolloutmq.schemas.errors import ConfigError, RolloutMQError
 from rolloutmq.schemas.files import Connection, RunLayout
 from rolloutmq.schemas.printable import error_line, error_text
 from rolloutmq.schemas.process import ProcessSpec, Role, python_command
+from rolloutmq.services.orchestrator.cluster.guard import Guard
 from rolloutmq.services.orchestrator.cluster.messages import (
     LOG_PART_BYTES,
     HostOrder,
@@ -45,6 +47,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
 )
 from rolloutmq.services.process.child import Process, spawn
 from rolloutmq.services.process.ending import PARENT
+from rolloutmq.services.process.identity import marker_of
 from rolloutmq.services.programs.command import RUN_DIR
 
 logger = logging.getLogger(__name__)
@@ -233,6 +236,7 @@ class HostProcess:
 
     async def _run(self, layout: RunLayout, trust: Path | None) -> int | None:
         """Run the process to its end; return its exit code."""
+        guard = Guard(marker_of(self._marked, self._order.name), layout.root.parent / "key")
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(writing, True)
         try:
@@ -251,7 +255,9 @@ class HostProcess:
             waits_for="",
         )
         try:
-            return await self._follow(process, reading)
+            code = await self._follow(process, reading)
+            guard.dismiss()
+            return code
         finally:
             os.close(reading)
             process.close()
@@ -330,7 +336,7 @@ class HostProcess:
             variables = {"PYTHONPATH": _python_path(self._base_dir)}
         else:
             program = [text.replace(RUN_DIR, str(layout.root)) for text in order.program.argv]
-            argv = python_command(sys.executable, "rolloutmq.services.process.tied", *program)
+            argv = python_command(sys.executable, "rolloutmq.services.programs.tied", *program)
             variables = {
                 name: text.replace(RUN_DIR, str(layout.root))
                 for name, text in order.program.variables.items()

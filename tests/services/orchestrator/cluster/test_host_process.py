@@ -25,8 +25,8 @@ from rolloutmq.services.orchestrator.cluster.messages import (
 )
 from rolloutmq.services.process.child import Process
 from rolloutmq.services.process.identity import find_marked, runs
-from rolloutmq.services.process.tied import NO_PROGRAM
 from rolloutmq.services.programs.command import RUN_DIR
+from rolloutmq.services.programs.tied import NO_PROGRAM
 
 TOKEN = "hosting"
 
@@ -228,14 +228,18 @@ sys.stdin.read()
     ) as host:
         assert host.stdin is not None
         assert host.stderr is not None
-        ordered = program(hosts, "sleep", "600") if is_program else order(hosts)
+        helper = "setsid sleep 600 & exec sleep 600"
+        ordered = program(hosts, "sh", "-c", helper) if is_program else order(hosts)
         host.stdin.write(msgspec.json.encode(ordered) + b"\n")
         host.stdin.flush()
         lines = iter(host.stderr.readline, b"")
         pid, ticks = next(map(int, line.split()) for line in lines if line.split()[0].isdigit())
+        wait_until(lambda: len(find_marked(f"{TOKEN}/")) == 1 + is_program, "its helper")
         assert runs(pid, ticks)
         host.kill()
-        wait_until(lambda: not runs(pid, ticks), "the end of the process")
+        wait_until(lambda: not find_marked(f"{TOKEN}/"), "the end of the process, and of its helper")
+        assert not runs(pid, ticks)
+        wait_until(lambda: not [*(tmp_path / "tmp").glob("*/key")], "the end of the key")
 
 
 PROGRAM = """

@@ -20,7 +20,7 @@ def run(argv: Sequence[str]) -> int:
     die_with_parent()
     _reset_signals()
     try:
-        os.execvp(argv[0], argv)
+        os.execvp(argv[0], list(argv))
     except OSError as error:
         sys.stderr.write(
             f"environment.NAME.command: there is no program to run on {os.uname().nodename} (got {argv[0]!r}: "

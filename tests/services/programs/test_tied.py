@@ -5,9 +5,9 @@ import subprocess
 import sys
 
 from rolloutmq.schemas.process import python_command
-from rolloutmq.services.process.tied import NO_PROGRAM
+from rolloutmq.services.programs.tied import NO_PROGRAM
 
-TIED = "rolloutmq.services.process.tied"
+TIED = "rolloutmq.services.programs.tied"
 
 
 def started(*argv: str) -> "subprocess.Popen[str]":
