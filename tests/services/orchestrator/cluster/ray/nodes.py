@@ -71,8 +71,12 @@ class Nodes:
                 stderr=output,
                 start_new_session=True,
             )
-        wait_until(lambda: told.exists() or self._process.poll() is not None, "the nodes")
-        assert told.exists(), log.read_text()
+        try:
+            wait_until(lambda: told.exists() or self._process.poll() is not None, "the nodes")
+            assert told.exists(), log.read_text()
+        except BaseException:
+            self.close()
+            raise
         found = json.loads(told.read_text())
         self.address: str = found["address"]
         self.raylets: list[int] = found["raylets"]
