@@ -110,6 +110,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
         marker: Value of ROLLOUTMQ_PROCESS in its environment, which its children inherit.
         life: Name of its life on a cluster, which may begin before a host is found: until then `pid` is 0. Empty for a
             process of this host.
+        host: Name of the host of such a life, once it is found.
     """
 
     name: str
@@ -119,3 +120,4 @@ class ProcessIdentity(msgspec.Struct, frozen=True, kw_only=True):
     boot_id: str
     marker: str
     life: str = ""
+    host: str = ""

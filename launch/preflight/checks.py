@@ -180,7 +180,8 @@ def _entry_problems(config: RunConfig, name: str) -> list[RolloutMQError]:
     section, base_dir = config.environment[name], config.base_dir
     if section.command:
         return _raised(
-            lambda: check_command(name, section.command, base_dir), lambda: _check_secrets(name, section)
+            lambda: check_command(name, section.command, base_dir, is_here=config.cluster.engine == "local"),
+            lambda: _check_secrets(name, section),
         )
     return _raised(lambda: check_entry(name, section, base_dir), lambda: _check_secrets(name, section))
 

@@ -106,8 +106,9 @@ class ClusterConfig(Section):
     """
 
     engine: Literal["local", "ray"] = "local"
-    """`local`: this host runs all workers. `ray`: each worker is an actor, and Ray chooses its node. It
-    asks for `worker_cpus` and `environment.NAME.gpus`. Needs the extra `ray`."""
+    """`local`: this host runs all workers. `ray`: each worker is an actor, also one that is a program
+    (`command`), and Ray chooses its node. It asks for `worker_cpus` and `environment.NAME.gpus`. Needs the extra
+    `ray`."""
     address: str = ""
     """Address of the cluster, such as `10.0.0.1:6379`. Empty: the cluster of this host."""
     worker_cpus: NonNegativeFloat = 1.0

@@ -456,18 +456,13 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _place_workers(self) -> Self:
-        """The orchestrator orders the workers of a cluster, and a program is at home where the gateway is."""
+        """The orchestrator orders the workers of a cluster."""
         if self.cluster.engine == "local":
             return self
         if not self.orchestrator.enabled:
             raise ValueError(
                 "orchestrator.enabled: must be true, because it places the workers on the cluster "
                 '(got false); remove it, or set cluster.engine = "local"'
-            )
-        if program := next((name for name, env in self.environment.items() if env.command), None):
-            raise ValueError(
-                f"environment.{program}.command: is a program, which runs on the host of the gateway alone (got "
-                f'cluster.engine = "{self.cluster.engine}"); set cluster.engine = "local"'
             )
         return self
 

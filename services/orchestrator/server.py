@@ -367,9 +367,11 @@ class Orchestrator:
     def _heard(self) -> Heard:
         """Return the broker's status of our processes; ignore their earlier lives."""
         views = self._workers.views()
-        for name in views:
+        for name, view in views.items():
             if (identity := self._workers.identity(name)) is not None:
                 self._pids[name] = identity.pid
+            elif view.phase in {Phase.RUNNING, Phase.STOPPING}:  # it waits for a host of the cluster
+                self._pids.pop(name, None)
         workers = () if self._client.pressure is None else self._client.pressure.workers
         return {
             status.worker: status

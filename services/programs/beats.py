@@ -66,6 +66,8 @@ class Programs:
         self._registered = registered
         self._left: set[ProgramLife] = set()
         self._over: list[ProgramLife] = []
+        self._hosts: dict[str, str] = {}
+        """Host of each program on another one."""
 
     def find(self, worker: str) -> ProgramLife | None:
         """Return the life of a worker, also of one just started; None if no such process runs."""
@@ -101,7 +103,9 @@ class Programs:
         except (OSError, msgspec.MsgspecError) as error:
             logger.error("state of the workers unreadable error=%s", error)
             return
-        running = {one.name: one.pid for one in identities if self.table.env_of(one.name) and alive(one)}
+        found = [one for one in identities if self.table.env_of(one.name) and _runs(one)]
+        self._hosts |= {one.name: one.host for one in found if one.host}
+        running = {one.name: one.pid for one in found}
         self._over += self.table.see(running, now)
         for life in self.table.lives():
             life.spoke = life.spoke or life.worker in self._registered
@@ -112,7 +116,7 @@ class Programs:
                 self._drain(ending, record.reason)
 
     async def _beat(self, life: ProgramLife) -> None:
-        beat = life.beat(self._host, time.monotonic())
+        beat = self._beat_of(life)
         if beat.state is WorkerState.GONE and life not in self._left:
             self._left.add(life)
             logger.info("program delivered everything worker=%s produced=%d", life.worker, life.produced)
@@ -126,8 +130,11 @@ class Programs:
         self._left.discard(life)
         if self.table.get(life.worker) is None:
             await self._leave(life.worker)
-            last = msgspec.structs.replace(life.beat(self._host, time.monotonic()), state=WorkerState.GONE)
+            last = msgspec.structs.replace(self._beat_of(life), state=WorkerState.GONE)
             await self._told(last)
+
+    def _beat_of(self, life: ProgramLife) -> WorkerBeat:
+        return life.beat(self._hosts.get(life.worker, self._host), time.monotonic())
 
     async def _told(self, beat: WorkerBeat) -> Reply | None:
         try:
@@ -140,3 +147,8 @@ class Programs:
         if not life.draining:
             logger.info("draining worker=%s reason=%s", life.worker, reason)
             life.drain(time.monotonic())
+
+
+def _runs(identity: ProcessIdentity) -> bool:
+    """Return whether a program runs; of one on another host, whether the orchestrator counts it as running."""
+    return identity.pid > 0 if identity.life else alive(identity)

@@ -9,10 +9,12 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from rolloutmq.bus.lifecycle import hide
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.bindings import http_url
+from rolloutmq.bus.transport.keys.bundle import load_bundle
 from rolloutmq.schemas.config.command import filled, problem_of_secrets, resolved, secrets_in
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
@@ -22,8 +24,11 @@ from rolloutmq.services.http_server.access import with_token
 from rolloutmq.services.http_server.run_token import http_token
 from rolloutmq.services.process.identity import runs
 
+WILDCARDS: Final = frozenset({"0.0.0.0", "::", ""})
 WORKER_PATH: Final = "/w/"
 """First part of the path of a worker's base URL; its name follows."""
+RUN_DIR: Final = "\0run_dir\0"
+"""Stands for the run directory of a node, which the node fills in; no argument of a program can have it."""
 WRONG_USE: Final = 2
 """Exit code of a program that does not accept its arguments: a restart would not help."""
 
@@ -39,7 +44,8 @@ class ProgramCommands:
     def __init__(self, config: RunConfig, layout: RunLayout) -> None:
         self._config = config
         self._layout = layout
-        self._token = http_token(config)
+        self._is_here = config.cluster.engine == "local"
+        self._token = http_token(config) if self._is_here else self._token_of_nodes()
         hide(self._token, "TOKEN")  # it is in the URLs of the programs
 
     @property
@@ -65,7 +71,7 @@ class ProgramCommands:
             "ROLLOUTMQ_ENVIRONMENT": env,
             "ROLLOUTMQ_GATEWAY_URL": values["gateway_url"],
             "ROLLOUTMQ_RUN_DIR": values["run_dir"],
-            **self._trust(),
+            **(self._trust() if self._is_here else {}),  # a node has the authority in a file of its own
         }
         return ProcessSpec(
             name=worker,
@@ -92,7 +98,7 @@ class ProgramCommands:
             "environment": env,
             "gateway_url": f"{with_token(self._gateway(), self._token)}{WORKER_PATH}{worker}",
             "inference_url": self._inference(),
-            "run_dir": str(self._layout.root.resolve()),
+            "run_dir": str(self._layout.root.resolve()) if self._is_here else RUN_DIR,
             "seed": str(self._config.run.seed + number),
             "group_size": str(section.group_size),
             "concurrency": str(section.concurrency),
@@ -101,18 +107,25 @@ class ProgramCommands:
 
     def _gateway(self) -> str:
         gateway = self._config.gateway
-        if gateway.port:
-            return http_url(gateway.host, gateway.port, self._config.run.scheme)
-        address = read_json(self._layout.gateway, GatewayAddress)
-        return address.url if address is not None else http_url(gateway.host, 0, self._config.run.scheme)
+        address = None if gateway.port else read_json(self._layout.gateway, GatewayAddress)
+        port = gateway.port if address is None else urlsplit(address.url).port or 0
+        return self._url(gateway.host, port)
+
+    def _url(self, bound: str, port: int) -> str:
+        """Return the URL of a server of this host, as the programs reach it."""
+        if not self._is_here and bound in WILDCARDS:
+            bound = self._config.cluster.host
+        return http_url(bound, port, self._config.run.scheme)
+
+    def _token_of_nodes(self) -> str:
+        """Return the token of the workers' key: that of the run itself does not leave this host."""
+        return load_bundle(self._layout.cluster_key).token if self._layout.cluster_key.exists() else ""
 
     def _inference(self) -> str:
         inference = self._config.inference
         if inference.kind == "external":
             return inference.url
-        return (
-            f"{with_token(http_url(inference.host, inference.port, self._config.run.scheme), self._token)}/v1"
-        )
+        return f"{with_token(self._url(inference.host, inference.port), self._token)}/v1"
 
 
 def _value(text: str, values: Mapping[str, str]) -> str:
@@ -120,9 +133,21 @@ def _value(text: str, values: Mapping[str, str]) -> str:
     return filled(text, values) if not any(secrets_in(text)) else str(resolved(text, os.environ))
 
 
-def check_command(env: str, command: tuple[str, ...], base_dir: Path) -> None:
-    """Check that there is a program to run, without running it. Raises ConfigError."""
+def check_command(env: str, command: tuple[str, ...], base_dir: Path, *, is_here: bool = True) -> None:
+    """Check that there is a program to run, without running it.
+
+    Args:
+        env: Its environment.
+        command: Program and arguments.
+        base_dir: Directory of the configuration.
+        is_here: It runs on this host; the PATH of another one is unknown here.
+
+    Raises:
+        ConfigError: There is none.
+    """
     program = command[0]
+    if not is_here and "/" not in program:
+        return
     found = base_dir.resolve() / program if "/" in program else program
     if "{" not in program and shutil.which(found) is None:
         where = str(found) if "/" in program else f"{program} on PATH"

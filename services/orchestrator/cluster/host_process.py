@@ -5,7 +5,8 @@
     lease       nobody of the run asks any more: the process gets SIGTERM, then SIGKILL; an ended one leaves the host
     end         what the process left undelivered is sent before its end is told: then its next life may start elsewhere
 
-The process dies with the thread that started it (PR_SET_PDEATHSIG), so a host that loses its cluster keeps nothing.
+The process dies with the thread that started it (PR_SET_PDEATHSIG), and a guard kills what it has started itself. So a
+host that loses its cluster keeps nothing.
 """
 
 import asyncio
@@ -35,6 +36,7 @@ from rolloutmq.schemas.errors import ConfigError, RolloutMQError
 from rolloutmq.schemas.files import Connection, RunLayout
 from rolloutmq.schemas.printable import error_line, error_text
 from rolloutmq.schemas.process import ProcessSpec, Role, python_command
+from rolloutmq.services.orchestrator.cluster.guard import Guard
 from rolloutmq.services.orchestrator.cluster.messages import (
     LOG_PART_BYTES,
     HostOrder,
@@ -45,6 +47,8 @@ from rolloutmq.services.orchestrator.cluster.messages import (
 )
 from rolloutmq.services.process.child import Process, spawn
 from rolloutmq.services.process.ending import PARENT
+from rolloutmq.services.process.identity import marker_of
+from rolloutmq.services.programs.command import RUN_DIR
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +194,7 @@ class HostProcess:
             self._change(waits_for=f"the run, at {self._order.addresses[0]}")
             if not await self._ready(mirror, refreshing):
                 return None, "was ended before it started"
-            code = await self._run(mirror.layout)
+            code = await self._run(mirror.layout, mirror.config.run.tls_ca)
             await self._deliver(mirror.layout)
             left = _unsent(mirror.layout.root)
             return (
@@ -230,13 +234,14 @@ class HostProcess:
             ready.cancel()
         return True
 
-    async def _run(self, layout: RunLayout) -> int | None:
+    async def _run(self, layout: RunLayout, trust: Path | None) -> int | None:
         """Run the process to its end; return its exit code."""
+        guard = Guard(marker_of(self._marked, self._order.name), layout.root.parent / "key")
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(writing, True)
         try:
             with self._changed:
-                process = self._process = spawn(self._spec(layout), self._marked, writing)
+                process = self._process = spawn(self._spec(layout, trust), self._marked, writing)
                 for number, group in self._signals:
                     _signal(process, number, group)
         finally:
@@ -250,7 +255,9 @@ class HostProcess:
             waits_for="",
         )
         try:
-            return await self._follow(process, reading)
+            code = await self._follow(process, reading)
+            guard.dismiss()
+            return code
         finally:
             os.close(reading)
             process.close()
@@ -321,15 +328,28 @@ class HostProcess:
             sending.cancel()
             await asyncio.wait({sending})
 
-    def _spec(self, layout: RunLayout) -> ProcessSpec:
-        module, words = "rolloutmq.launch.service_process", self._order.words
+    def _spec(self, layout: RunLayout, trust: Path | None) -> ProcessSpec:
+        order, own = self._order, {PARENT: str(os.getpid())}
+        if order.program is None:
+            module, words = "rolloutmq.launch.service_process", order.words
+            argv = python_command(sys.executable, module, words[0], "--run-dir", str(layout.root), *words[1:])
+            variables = {"PYTHONPATH": _python_path(self._base_dir)}
+        else:
+            program = [text.replace(RUN_DIR, str(layout.root)) for text in order.program.argv]
+            argv = python_command(sys.executable, "rolloutmq.services.programs.tied", *program)
+            variables = {
+                name: text.replace(RUN_DIR, str(layout.root))
+                for name, text in order.program.variables.items()
+            }
+            own |= {"ROLLOUTMQ_TLS_CA": str(trust)} if trust is not None else {}
         return ProcessSpec(
-            name=self._order.name,
+            name=order.name,
             role=Role.WORKER,
-            argv=python_command(sys.executable, module, words[0], "--run-dir", str(layout.root), *words[1:]),
-            log=str(layout.log(self._order.name)),
+            argv=argv,
+            log=str(layout.log(order.name)),
             cwd=str(self._base_dir),
-            env={PARENT: str(os.getpid()), "PYTHONPATH": _python_path(self._base_dir)},
+            env={**variables, **own},
+            foreign=order.program is not None,
         )
 
     @property

@@ -26,6 +26,18 @@ _LENGTH: Final = struct.Struct("!I")
 _T = TypeVar("_T")
 
 
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """A program of somebody else's. Texts may have `RUN_DIR` in them, for the directory of its host.
+
+    Attributes:
+        argv: Program and arguments; a relative path is of the directory of the configuration.
+        variables: Variables added to the environment of its host.
+    """
+
+    argv: tuple[str, ...]
+    variables: dict[str, str]
+
+
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Start a process somewhere; nothing if this life is known.
 
@@ -34,12 +46,14 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         name: Name of the process, as in its spec.
         env: Its environment, which tells its resources.
         words: Arguments of `launch.service_process`, without the run directory: that is the host's own.
+        program: What runs in place of that.
     """
 
     life: str
     name: str
     env: str
-    words: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    program: Program | None = None
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -132,7 +146,7 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
     """What a host is to run, and how it reaches the run.
 
     Attributes:
-        life, name, words: As in `Start`.
+        life, name, words, program: As in `Start`.
         token: Run token, first half of the marker.
         run: Name of the run.
         version: Version of this package in the run; the host must have the same.
@@ -145,7 +159,8 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
 
     life: str
     name: str
-    words: tuple[str, ...]
+    words: tuple[str, ...] = ()
+    program: Program | None = None
     token: str
     run: str
     version: str

@@ -69,14 +69,16 @@ def opened(config: RunConfig, layout: RunLayout, token: str, found: Probe | None
         if not keys.exists():
             KeyDirectory.create(keys)
         tree["broker"]["keys"] = str(keys)
-    for section in ("inference", "teacher"):
+    programs = ["gateway"] if any(env.command for env in config.environment.values()) else []
+    for section in ("inference", "teacher", *programs):
         if tree[section]["host"] == LOOPBACK and not is_loopback(host):
             tree[section]["host"] = host
     config = _validated(tree)
     if config.broker.keys:
         keys_of_run = KeyDirectory(config.base_dir / config.broker.keys)
         _revoke_left(keys_of_run, layout)
-        write_secret(layout.cluster_key, keys_of_run.new(_key_name(token), Role.WORKER))
+        bundle = keys_of_run.new(_key_name(token), Role.WORKER, ca=_authority(config))
+        write_secret(layout.cluster_key, bundle)
     logger.info("nodes reach the run at address=%s", reached_at(config))
     return config
 
@@ -130,6 +132,15 @@ def closed(config: RunConfig, layout: RunLayout, token: str) -> None:
         logger.error("key of the workers not revoked name=%s error=%s", _key_name(token), error)
         return  # its file stays: the next run of this directory revokes it
     layout.cluster_key.unlink(missing_ok=True)
+
+
+def _authority(config: RunConfig) -> str:
+    """Return the certificates that clients of the run trust; empty for those of their systems."""
+    path = config.run.tls_ca
+    try:
+        return "" if path is None else (config.base_dir / path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("run.tls_ca", f"cannot be read (got {path}: {error}); name a file in PEM") from None
 
 
 def _key_name(token: str) -> str:

@@ -34,6 +34,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
     Node,
     Nodes,
     Order,
+    Program,
     Release,
     Send,
     Start,
@@ -121,7 +122,11 @@ class RemoteProcess:
             self.placed_at = time.monotonic()
         if state.pid and state.pid != self.identity.pid:
             self.identity = replace(
-                self.identity, pid=state.pid, start_ticks=state.start_ticks, boot_id=state.boot_id
+                self.identity,
+                pid=state.pid,
+                start_ticks=state.start_ticks,
+                boot_id=state.boot_id,
+                host=state.host,
             )
             logger.info("placed name=%s host=%s pid=%d", self.identity.name, state.host, state.pid)
             self._wake()
@@ -169,7 +174,9 @@ class RemoteProcesses:
     def spawn(self, spec: ProcessSpec, token: str) -> RemoteProcess:
         """Order a process; a supervisor holds it at once, and its host is told later."""
         life = secrets.token_hex(8)
-        start = Start(life=life, name=spec.name, env=spec.kind, words=spec.argv)
+        program = Program(argv=spec.argv, variables=spec.env) if spec.foreign else None
+        words = () if spec.foreign else spec.argv
+        start = Start(life=life, name=spec.name, env=spec.kind, words=words, program=program)
         marker = marker_of(token, spec.name)
         process = RemoteProcess(
             ProcessIdentity(

@@ -168,6 +168,7 @@ class ClusterService:
             life=order.life,
             name=order.name,
             words=order.words,
+            program=order.program,
             token=self._token,
             run=self._config.run.name,
             version=own_version(),

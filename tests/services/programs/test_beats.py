@@ -142,6 +142,24 @@ async def test_a_program_is_a_worker_of_its_environment(run_dir: Path, programs:
         assert (await until(layout, "e-0", WorkerState.GONE)).pid == programs.identities["e-0"].pid
 
 
+async def test_a_program_of_a_node_is_heard_from_there(run_dir: Path, programs: Programs) -> None:
+    """Its process is none of this host; until a node is found it has no pid."""
+    layout = RunLayout(run_dir)
+    programs.start("e-0")
+    identity = msgspec.structs.replace(programs.identities["e-0"], pid=0, start_ticks=0, boot_id="", life="a")
+    write_json(layout.workers, [identity])
+    async with gateway(layout) as one:
+        async with one.session.get("/w/e-0/info") as answer:
+            assert answer.status == 404
+        placed = msgspec.structs.replace(identity, pid=2**22 + 1, boot_id="of the node", host="node-7")
+        write_json(layout.workers, [placed])
+        found = await until(layout, "e-0", WorkerState.STARTING)
+        assert (found.pid, found.host) == (placed.pid, "node-7")
+        assert (await one.get("/w/e-0/info"))["batch_size"] == 4
+        write_json(layout.workers, [])
+        assert (await until(layout, "e-0", WorkerState.GONE)).host == "node-7"
+
+
 async def test_only_workers_whose_processes_run_have_an_address(run_dir: Path, programs: Programs) -> None:
     async with gateway(RunLayout(run_dir)) as one:
         programs.start("e-0")

@@ -11,12 +11,15 @@ import pytest
 
 from rolloutmq.bus.files import write_private
 from rolloutmq.bus.rundir import write_json
+from rolloutmq.bus.transport.keys.bundle import save_bundle
+from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.command import PLACEHOLDERS
 from rolloutmq.schemas.errors import ConfigError
 from rolloutmq.schemas.files import GatewayAddress, RunLayout
+from rolloutmq.schemas.network.keys import Role
 from rolloutmq.schemas.process import Restart
-from rolloutmq.services.programs.command import ProgramCommands, check_command, split_path
+from rolloutmq.services.programs.command import RUN_DIR, ProgramCommands, check_command, split_path
 
 
 def commands(
@@ -75,6 +78,35 @@ def test_a_program_finds_what_to_trust(tmp_path: Path) -> None:
     )
     assert spec.env["ROLLOUTMQ_TLS_CA"] == str(tmp_path / "ca.pem")
     assert spec.argv[1:] == ("https://127.0.0.1:8123/w/e-2", "https://127.0.0.1:9000/v1")
+
+
+def test_on_a_node_it_finds_what_the_node_reaches(tmp_path: Path) -> None:
+    """The token is that of the workers' key, and the run directory that of the node."""
+    layout = RunLayout(tmp_path)
+    bundle = KeyDirectory.create(tmp_path / "keys").new("cluster-t", Role.WORKER)
+    save_bundle(layout.cluster_key, bundle)
+    write_private(tmp_path / "token", b"the-token-of-the-run-itself\n")
+    config = validate(
+        {
+            "run": {"http_token_file": "token", "tls_cert": "t.pem", "tls_key": "t.key", "tls_ca": "ca.pem"},
+            "broker": {"keys": "keys", "listen": "tcp://0.0.0.0:7000"},
+            "cluster": {"engine": "ray", "host": "10.0.0.1"},
+            "environment": {"e": {"command": ["prog", "{gateway_url}", "{inference_url}", "{run_dir}"]}},
+            "gateway": {"enabled": True, "host": "0.0.0.0"},
+            "inference": {"host": "10.0.0.2", "port": 9000},
+            "base_dir": str(tmp_path),
+        }
+    )
+    spec = ProgramCommands(config, layout).spec("e-1", "e", 1)
+    assert spec.argv == (
+        "prog",
+        f"https://10.0.0.1:8000/t/{bundle.token}/w/e-1",
+        f"https://10.0.0.2:9000/t/{bundle.token}/v1",
+        RUN_DIR,
+    )
+    assert spec.env["ROLLOUTMQ_GATEWAY_URL"] == spec.argv[1]
+    assert spec.env["ROLLOUTMQ_RUN_DIR"] == RUN_DIR
+    assert "ROLLOUTMQ_TLS_CA" not in spec.env
 
 
 def test_a_secret_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
@@ -33,7 +33,7 @@ class FakeCluster:
         self.lost: deque[str] = deque()
         self._asked: dict[str, int] = {}
         self._told: dict[str, HostState] = {}
-        self._pids = iter(range(1000, 10_000))
+        self.pids: Iterator[int] = iter(range(1000, 10_000))
 
     def found(self) -> list[tuple[str, str]]:
         return [(life, order.name) for life, order in self.orders.items()]
@@ -49,7 +49,7 @@ class FakeCluster:
         """Find a host for a life."""
         name = self.orders[life].name
         self.states[life] = LifeState(
-            life=life, name=name, host="node-7", pid=next(self._pids), start_ticks=5, boot_id="boot"
+            life=life, name=name, host="node-7", pid=next(self.pids), start_ticks=5, boot_id="boot"
         )
 
     def end(self, life: str, code: int) -> None:

@@ -16,9 +16,17 @@ from tests.launch.commands.remote.hosts import Hosts, wait_until
 from rolloutmq.schemas.network.keys import Role
 from rolloutmq.services.orchestrator.cluster import host_process
 from rolloutmq.services.orchestrator.cluster.host_process import HostProcess, Output
-from rolloutmq.services.orchestrator.cluster.messages import LOG_PART_BYTES, HostOrder, HostState, own_version
+from rolloutmq.services.orchestrator.cluster.messages import (
+    LOG_PART_BYTES,
+    HostOrder,
+    HostState,
+    Program,
+    own_version,
+)
 from rolloutmq.services.process.child import Process
 from rolloutmq.services.process.identity import find_marked, runs
+from rolloutmq.services.programs.command import RUN_DIR
+from rolloutmq.services.programs.tied import NO_PROGRAM
 
 TOKEN = "hosting"
 
@@ -199,7 +207,8 @@ def test_a_signal_before_the_start_prevents_it(hosts: Hosts) -> None:
     process.close()
 
 
-def test_a_process_dies_with_its_host(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_program", [False, True])
+def test_a_process_dies_with_its_host(hosts: Hosts, tmp_path: Path, is_program: bool) -> None:
     """A killed actor ends no thread in order: the kernel kills what it has started."""
     code = f"""
 import msgspec, sys, tempfile
@@ -219,13 +228,52 @@ sys.stdin.read()
     ) as host:
         assert host.stdin is not None
         assert host.stderr is not None
-        host.stdin.write(msgspec.json.encode(order(hosts)) + b"\n")
+        helper = "setsid sleep 600 & exec sleep 600"
+        ordered = program(hosts, "sh", "-c", helper) if is_program else order(hosts)
+        host.stdin.write(msgspec.json.encode(ordered) + b"\n")
         host.stdin.flush()
         lines = iter(host.stderr.readline, b"")
         pid, ticks = next(map(int, line.split()) for line in lines if line.split()[0].isdigit())
+        wait_until(lambda: len(find_marked(f"{TOKEN}/")) == 1 + is_program, "its helper")
         assert runs(pid, ticks)
         host.kill()
-        wait_until(lambda: not runs(pid, ticks), "the end of the process")
+        wait_until(lambda: not find_marked(f"{TOKEN}/"), "the end of the process, and of its helper")
+        assert not runs(pid, ticks)
+        wait_until(lambda: not [*(tmp_path / "tmp").glob("*/key")], "the end of the key")
+
+
+PROGRAM = """
+import os, sys, signal
+from pathlib import Path
+print(sys.argv[1] == os.environ["ROLLOUTMQ_RUN_DIR"], Path(sys.argv[1], "config.json").exists(), flush=True)
+print(Path.cwd(), os.environ["OWN"], "ROLLOUTMQ_PARENT" in os.environ, flush=True)
+signal.pause()
+"""
+
+
+def program(hosts: Hosts, *argv: str) -> HostOrder:
+    made = Program(argv=argv, variables={"OWN": "<own-0>", "ROLLOUTMQ_RUN_DIR": RUN_DIR})
+    return msgspec.structs.replace(order(hosts), words=(), program=made)
+
+
+def test_a_program_has_the_directory_and_the_variables_of_its_host(hosts: Hosts) -> None:
+    process = HostProcess(program(hosts, sys.executable, "-c", PROGRAM, RUN_DIR), base_dir=hosts.code)
+    following = Following(process)
+    following.until(lambda _: following.output.count(b"\n") == 2, "what it says")
+    assert following.output.decode().splitlines() == ["True True", f"{hosts.code} <own-0> False"]
+    process.send(signal.SIGTERM, True)
+    assert following.until(lambda told: told.state.over, "the end").state.code == -signal.SIGTERM
+    process.close()
+
+
+def test_a_program_that_its_host_does_not_have_is_named(hosts: Hosts) -> None:
+    process = HostProcess(program(hosts, "no-such-program"), base_dir=hosts.code)
+    following = Following(process)
+    state = following.until(lambda told: told.state.over and not told.output, "the end").state
+    assert state.code == NO_PROGRAM
+    assert "there is no program to run on" in following.output.decode()
+    assert "(got 'no-such-program': No such file or directory)" in following.output.decode()
+    process.close()
 
 
 def test_output_is_bounded_and_counted() -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rolloutmq.bus.transport.keys.bundle import load_bundle
+from rolloutmq.bus.transport.keys.certificates import CA, make_certificate
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
@@ -51,3 +53,26 @@ def test_the_key_is_revoked_at_the_end_and_after_a_kill(tmp_path: Path, layout: 
     closed(made, layout, "next")
     assert revoked(tmp_path) == {"cluster-killed": True, "cluster-next": True}
     assert not layout.cluster_key.exists()
+
+
+@pytest.mark.parametrize(
+    ("section", "host"), [({"command": ["x"]}, "10.0.0.1"), ({"entry": "e.py:E"}, "127.0.0.1")]
+)
+def test_the_gateway_is_in_reach_of_programs_alone(
+    tmp_path: Path, layout: RunLayout, section: dict[str, object], host: str
+) -> None:
+    tree = config(tmp_path, "tcp://10.0.0.1:7760").model_dump()
+    tree |= {"environment": {"e": section}, "gateway": {"enabled": True}}
+    assert opened(RunConfig.model_validate(tree), layout, "a", FOUND).gateway.host == host
+
+
+def test_the_nodes_trust_what_the_run_trusts(tmp_path: Path, layout: RunLayout) -> None:
+    tree = config(tmp_path, "tcp://10.0.0.1:7760").model_dump()
+    tree["run"] |= {"tls_cert": "tls.pem", "tls_key": "tls.key", "tls_ca": "ca.pem"}
+    given = RunConfig.model_validate(tree)
+    with pytest.raises(ConfigError, match=r"run\.tls_ca: cannot be read"):
+        opened(given, layout, "a", FOUND)
+    make_certificate(tmp_path / "keys", ["10.0.0.1"])
+    (tmp_path / "ca.pem").write_bytes((tmp_path / "keys" / CA).read_bytes())
+    opened(given, layout, "b", FOUND)
+    assert load_bundle(layout.cluster_key).ca == (tmp_path / "ca.pem").read_text()

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from tests.services.orchestrator.cluster.fake_cluster import FakeCluster
 
 from rolloutmq.bus.rundir import read_json
@@ -15,7 +16,7 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RunDirInUseError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Restart, Role
-from rolloutmq.services.orchestrator.cluster.messages import FRAME_LIMIT_BYTES, Demand
+from rolloutmq.services.orchestrator.cluster.messages import FRAME_LIMIT_BYTES, Demand, Program
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses, short_path
 from rolloutmq.services.orchestrator.cluster.service import ClusterService
 from rolloutmq.services.orchestrator.supervision.core import (
@@ -125,6 +126,21 @@ async def test_a_process_has_the_identity_and_the_log_of_its_host(
         assert supervisor.views()["e-0"].crashes == 1
         assert layout.log("e-0").read_bytes() == b"error: no such file\n"
         await until(lambda: cluster.life_of("e-0") not in {"", identity.life})
+
+
+async def test_a_program_is_ordered_with_its_arguments_and_variables(tmp_path: Path) -> None:
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    async with serving(layout, cluster), supervising(layout) as (supervisor, _):
+        supervisor.start(
+            replace(spec("e-0", layout), argv=("python", "x.py"), env={"A": "1"}, foreign=True, cwd="/here")
+        )
+        await until(lambda: supervisor.identity("e-0"))
+        identity = supervisor.identity("e-0")
+        assert identity is not None
+        assert identity.host == "node-7"
+        order = cluster.orders[identity.life]
+        assert order.program == Program(argv=("python", "x.py"), variables={"A": "1"})
+        assert order.words == ()
 
 
 async def test_the_reason_of_a_crash_is_the_last_line_of_its_log(tmp_path: Path) -> None:

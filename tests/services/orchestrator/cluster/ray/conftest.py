@@ -27,8 +27,8 @@ def start(nodes: Nodes, tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Start runs on the nodes; what is left of them is killed."""
     runs: list[Run] = []
 
-    def started(*settings: str) -> Run:
-        runs.append(Run(nodes, tmp_path, *settings))
+    def started(*settings: str, **more: Path) -> Run:
+        runs.append(Run(nodes, tmp_path, *settings, **more))
         return runs[-1]
 
     try:

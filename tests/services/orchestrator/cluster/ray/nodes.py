@@ -80,8 +80,12 @@ class Nodes:
                 stderr=output,
                 start_new_session=True,
             )
-        wait_until(lambda: told.exists() or self._process.poll() is not None, "the nodes")
-        assert told.exists(), log.read_text()
+        try:
+            wait_until(lambda: told.exists() or self._process.poll() is not None, "the nodes")
+            assert told.exists(), log.read_text()
+        except BaseException:
+            self.close()
+            raise
         found = json.loads(told.read_text())
         self.address: str = found["address"]
         self.raylets: list[int] = found["raylets"]
@@ -122,13 +126,15 @@ class Nodes:
 
 
 class Run:
-    """The quickstart, with its workers on the nodes."""
+    """A run with its workers on the nodes, by default the quickstart."""
 
-    def __init__(self, nodes: Nodes, root: Path, *settings: str) -> None:
+    def __init__(
+        self, nodes: Nodes, root: Path, *settings: str, config: Path = ROOT / "examples/quickstart.toml"
+    ) -> None:
         self.layout = RunLayout(root / "run")
         self._out = root / "up.log"
         self._nodes = nodes
-        words = ["up", str(ROOT / "examples/quickstart.toml"), "--cluster", "ray", "--plain"]
+        words = ["up", str(config), "--cluster", "ray", "--plain"]
         words += ["--run-dir", str(self.layout.root)]
         for setting in (f"cluster.address={nodes.address}", *settings):
             words += ["--set", setting]
