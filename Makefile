@@ -72,7 +72,7 @@ test-export: .venv-export/.installed ## experiment trackers, a receiver of trace
 	.venv-export/bin/python -m pytest -m rival tests/services/telemetry/export
 
 test-kubernetes: .venv-kubernetes/.installed ## the manifests of Kubernetes, by its schemas and that of KEDA
-	.venv-kubernetes/bin/python -m pytest -m rival tests/deploy/kubernetes
+	.venv-kubernetes/bin/python -m pytest -m rival tests/launch/commands/remote/kubernetes
 
 test-verl: $(VENV)/.installed .venv-verl/.installed ## verl's own trainers on the bus, with TransferQueue
 	$(BIN)/python -m pytest -m 'rival and not extended' tests/trainer/integrations/verl

@@ -49,9 +49,9 @@ from rolloutmq.schemas.wire.health import HealthFinding
 from rolloutmq.services.dashboard.on_demand import PageOnDemand, page_of
 from rolloutmq.services.gateway.server import BACKLOG, LISTEN_FD, bind, port_before
 from rolloutmq.services.http_server.run_token import with_own_token
-from rolloutmq.services.liveness.broker_watch import BrokerWatch, keep_asking
-from rolloutmq.services.liveness.probe_files import ProbeFiles, keep_probes
 from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, watch
+from rolloutmq.services.monitor.probes.broker_watch import BrokerWatch, keep_asking
+from rolloutmq.services.monitor.probes.probe_files import ProbeFiles, keep_probes
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
 from rolloutmq.services.orchestrator.cluster.opening import closed, looked_at, opened
 from rolloutmq.services.orchestrator.supervision.core import (

@@ -38,8 +38,8 @@ from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.errors import ConfigError, RolloutMQError, UsageError
 from rolloutmq.schemas.files import Connection, RunLayout
 from rolloutmq.schemas.process import PERMANENT_FAILURE, ProcessSpec, Role, Step, python_command
-from rolloutmq.services.liveness.probe_files import ProbeFiles, keep_probes
-from rolloutmq.services.liveness.signs import LOOK_S, Signs
+from rolloutmq.services.monitor.probes.probe_files import ProbeFiles, keep_probes
+from rolloutmq.services.monitor.probes.signs import LOOK_S, Signs
 from rolloutmq.services.orchestrator.supervision.core import (
     OVER,
     Backoff,

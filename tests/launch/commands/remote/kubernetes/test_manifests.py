@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from tests.deploy.kubernetes.manifests import CONFIG, DIRECTORY, KUSTOMIZATION, named, pod_specs, resources
+from tests.launch.commands.remote.kubernetes.manifests import (
+    CONFIG,
+    DIRECTORY,
+    KUSTOMIZATION,
+    named,
+    pod_specs,
+    resources,
+)
 
 from rolloutmq.bus.transport.keys.bundle import save_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory

@@ -1,11 +1,12 @@
 """Each manifest fits the schema of its kind; needs the environment of `make test-kubernetes`."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from tests.deploy.kubernetes.manifests import DIRECTORY, named, resources
+from tests.launch.commands.remote.kubernetes.manifests import DIRECTORY, named, resources
 
 pytestmark = [
     pytest.mark.rival,
@@ -14,7 +15,7 @@ pytestmark = [
 VERSIONS = ("1.30", "1.33", "1.37")
 """Oldest version that is promised, one between, and the newest one known."""
 BUILT_IN = [one for one in resources() if one["kind"] != "ScaledObject"]
-KEDA = DIRECTORY.parents[1] / "tests" / "deploy" / "kubernetes" / "keda_scaledobject.yaml"
+KEDA = Path(__file__).with_name("keda_scaledobject.yaml")
 """Schema of KEDA 2.20's custom resource, from its release."""
 
 

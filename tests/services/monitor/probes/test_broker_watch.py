@@ -12,7 +12,7 @@ from rolloutmq.bus.transport.endpoint import read_endpoints
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.services.broker.server import running_broker
-from rolloutmq.services.liveness.broker_watch import HUNG_S, BrokerWatch, keep_asking
+from rolloutmq.services.monitor.probes.broker_watch import HUNG_S, BrokerWatch, keep_asking
 
 
 def test_silence_counts_once_the_broker_serves() -> None:

@@ -8,7 +8,7 @@ import pytest
 from tests.services.orchestrator.fake_broker import until
 
 from rolloutmq.schemas.errors import UnusablePathError
-from rolloutmq.services.liveness.probe_files import ProbeFiles, keep_probes
+from rolloutmq.services.monitor.probes.probe_files import ProbeFiles, keep_probes
 
 
 def test_the_files_of_an_earlier_process_go(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.deploy.kubernetes.manifests import DIRECTORY, ROOT, Pod, pod_specs
 from tests.launch.commands.remote.hosts import free_ports
+from tests.launch.commands.remote.kubernetes.manifests import DIRECTORY, ROOT, Pod, pod_specs
 
 from rolloutmq.bus.transport.keys.bundle import save_bundle
 from rolloutmq.bus.transport.keys.directory import KeyDirectory

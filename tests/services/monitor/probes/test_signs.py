@@ -6,7 +6,7 @@ import pytest
 
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.schemas.files import InferenceAddress, Sign
-from rolloutmq.services.liveness.signs import FRESH_S, Signs
+from rolloutmq.services.monitor.probes.signs import FRESH_S, Signs
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 from tests.launch.commands.remote.hosts import LIMIT_S
 
-ROOT: Final = Path(__file__).parents[3]
+ROOT: Final = Path(__file__).parents[5]
 DIRECTORY: Final = ROOT / "deploy" / "kubernetes"
 CONFIG: Final[dict[str, Any]] = tomllib.loads((DIRECTORY / "run.toml").read_text())
 KUSTOMIZATION: Final[dict[str, Any]] = yaml.safe_load((DIRECTORY / "kustomization.yaml").read_text())
