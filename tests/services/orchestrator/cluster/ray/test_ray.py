@@ -51,6 +51,22 @@ def test_a_run_survives_a_node_its_service_and_its_orchestrator(start: Start, no
     assert not any(map(runs, again.values()))
 
 
+def test_the_quickstart_learns_on_nodes_of_which_one_dies(start: Start) -> None:
+    """The command of the page; it begins with one worker, so that the law has to scale."""
+    run = start("environment.sort3.min_workers=1", "orchestrator.stable_s=3")
+    run.progresses(1)
+    wait_until(lambda: len(run.running()) >= 2, "one more worker by the law")
+    victim, known = next((name, pid) for name, pid in run.workers().items() if pid)
+    os.kill(raylet_of(known), signal.SIGKILL)
+    wait_until(lambda: run.pid(victim) != known, "the loss of a worker with its node")
+    run.progresses()
+    assert run.ends() == 0, run.told
+    summary = run.summary()
+    assert summary["reward_last"] > 0.7, summary
+    assert (summary["groups_lost"], summary["groups_trained_twice"]) == (0, 0)
+    assert run.command("ledger", "verify").returncode == 0
+
+
 def test_what_no_node_has_is_told_in_time(start: Start, nodes: Nodes) -> None:
     run = start(
         "trainer.steps=50",
