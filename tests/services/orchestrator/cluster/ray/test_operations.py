@@ -66,9 +66,10 @@ def test_workers_leave_a_cordoned_node_and_one_that_ray_takes_away(start: Start,
     assert run.command("uncordon", first).returncode == 0
     second = next(iter(run.running().values()))
     assert nodes.asks(DRAIN, second) == "True"
+    leaves = "the cluster is about to remove it"
+    wait_until(lambda: any(leaves in one.cordoned for one in run.supervision().nodes), leaves)
     wait_until(lambda: second not in run.running().values(), "the end of the workers on the leaving node")
     wait_until(lambda: len(run.running()) >= 2, "workers on the nodes that stay")
-    assert "the cluster is about to remove it" in run.command("status").stdout
     run.progresses()
     assert run.command("down").returncode == 0
     assert run.command("ledger", "verify").returncode == 0
