@@ -158,8 +158,8 @@ class InferenceConfig(Section):
     """Allow a `host` within reach of other machines without a token: everybody who reaches the address samples from
     the policy."""
     advertise: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]*$", max_length=253)] = ""
-    """Name or address by which other hosts reach the engines. Empty: `host`, and if that is a wildcard the host by
-    which a client reaches the broker."""
+    """Name or address by which other hosts reach the engines. Empty: `host`. For a wildcard, clients use the host of
+    the broker."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port of the first engine; further engines use any free port. 0 lets the system choose."""
     vllm: VllmConfig = VllmConfig.default()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -126,12 +127,16 @@ def test_no_line_is_lost_or_torn_while_the_process_writes(
     assert text_of(log) == expected(200_000)
 
 
+LINES: Final = 300_000
+"""More than the process prints: it may be far ahead of its follower."""
+
+
 def test_a_follower_shows_every_byte_once_over_rotations(
     log: Path, writer: "subprocess.Popen[bytes]", way: str
 ) -> None:
     limits = LogLimits(nbytes=1 << 16, files=1000)
     shown = bytearray()
-    with Follower(log, 1000) as follower:
+    with Follower(log, LINES) as follower:
         while writer.poll() is None:
             rotate(log, limits)
             for _ in range(3):

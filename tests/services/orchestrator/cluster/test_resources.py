@@ -42,13 +42,6 @@ def test_a_worker_needs_what_the_configuration_says() -> None:
     ("tree", "key"),
     [
         ({"orchestrator": {"enabled": False}}, "orchestrator.enabled"),
-        (
-            {
-                "environment": {"p": {"command": ["true"], "group_size": 1}},
-                "gateway": {"enabled": True, "listen": True},
-            },
-            "environment.p.command",
-        ),
         ({"cluster": {"engine": "slurm"}}, "engine"),
         ({"cluster": {"engine": "ray", "lease_s": 1.0}}, "lease_s"),
     ],
