@@ -140,10 +140,11 @@ class ClusterService:
         """Tell the nodes of the cluster and of its lives, and ask the cluster to grow or to shrink."""
         now = time.monotonic()
         if self._capacity.is_due(now):
-            self._tell(self._capacity.seen(await self._call(backend.nodes), now))
-            if nodeless := self._book.nodeless():
+            found = await self._call(backend.nodes)
+            if nodeless := self._book.nodeless():  # told ahead of the nodes on which they take room
                 for life, node in (await self._call(backend.placed, nodeless)).items():
                     self._tell(self._book.placed(life, node))
+            self._tell(self._capacity.seen(found, now))
         if (needs := self._capacity.request(now)) is not None:
             await self._call(backend.request, needs, self._capacity.avoid)
 

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
+from msgspec.structs import replace
+
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import NodeRecord
 from rolloutmq.schemas.wire.hardware import NODE_PREFIX, GpuOrder
@@ -24,7 +26,10 @@ from rolloutmq.services.orchestrator.supervision.worker_table import env_of
 logger = logging.getLogger(__name__)
 
 UNPLACED_S: Final = 5.0
-"""Time without a node, while none has room, after which a worker is taken back."""
+"""Time without a node, while none can have room, after which a worker is taken back."""
+START_PART: Final = 0.8
+"""Part of `cluster.placement_timeout_s` after which a worker is taken back whose room somebody has: perhaps itself, for
+a cluster counts a worker as soon as it begins to start it, and names its node once it has started."""
 
 SETTLE_S: Final = 3.0
 """Time after which a cluster surely counts what a process has taken of its node."""
@@ -47,6 +52,7 @@ class ClusterManager:
 
     def __init__(self, config: RunConfig, remote: RemoteProcesses) -> None:
         self._remote = remote
+        self._start_s = max(UNPLACED_S, START_PART * config.cluster.placement_timeout_s)
         self._needs = {env: need_of(config, env) for env in config.environment}
         self._orders: Mapping[str, GpuOrder] = {}
         self._wanted: dict[str, int] = {}
@@ -122,19 +128,34 @@ class ClusterManager:
         now, views = time.monotonic(), workers.views()
         running = [one for one in self._remote.living() if _runs(views, one)]
         placed = {env_of(one.identity.name) for one in running if one.is_placed}
-        room = self._room([])
+        free, not_ours = self._room([]), self._not_ours(running)
         for one in running:
             env = env_of(one.identity.name)
-            if one.is_placed or env not in self._needs or room.take(self._needs[env]):
+            if one.is_placed or env not in self._needs:
                 continue
+            has_room, may_start = free.take(self._needs[env]), not_ours.take(self._needs[env])
+            if has_room:
+                continue
+            patience_s = self._start_s if may_start else UNPLACED_S
             if env not in placed:
                 placed.add(env)
-            elif self._remote.nodes is not None and now - one.ordered_at > UNPLACED_S:
+            elif self._remote.nodes is not None and now - one.ordered_at > patience_s:
                 reason = f"{NO_ROOM}: the cluster has no room for it, waiting for {self._needs[env]}"
                 workers.retire(one.identity.name, KILL_LADDER, reason)
 
     def _room(self, waiting: list[Need]) -> ClusterRoom:
         return ClusterRoom(self._remote.nodes or (), self._cordoned(), waiting)
+
+    def _not_ours(self, running: list[RemoteProcess]) -> ClusterRoom:
+        """Return the room that workers with a node leave: what is free, and what others or starting workers have."""
+        left = {node.id: dict(node.total) for node in self._remote.nodes or ()}
+        for one in running:
+            need = self._needs.get(env_of(one.identity.name))
+            if one.node in left and need is not None:
+                for name, amount in need.amounts.items():
+                    left[one.node][name] = left[one.node].get(name, 0.0) - amount
+        nodes = [replace(node, free=left[node.id]) for node in self._remote.nodes or ()]
+        return ClusterRoom(nodes, self._cordoned())
 
     def _waiting(self) -> list[Need]:
         """Return what those need that have no node yet, or have it for so short that it may still count as free."""

@@ -16,6 +16,7 @@ from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProce
 from rolloutmq.services.orchestrator.supervision.core import KILL_LADDER, Ladder, Phase, ProcessView
 
 DRAIN: Ladder = ()
+PLACEMENT_S = 60.0
 
 
 class Played:
@@ -42,7 +43,7 @@ class Cluster:
         tree = {
             "environment": {"e": {"entry": "e.py:E"}},
             "broker": {"listen": "tcp://127.0.0.1:7000", "insecure": True},
-            "cluster": {"engine": "ray"},
+            "cluster": {"engine": "ray", "placement_timeout_s": PLACEMENT_S},
         }
         self.remote = RemoteProcesses(tmp_path / "socket")
         self.workers = Played()
@@ -147,10 +148,22 @@ def test_workers_that_no_node_has_room_for_are_taken_back(cluster: Cluster) -> N
     cluster.start("e-1", age_s=UNPLACED_S / 2)
     cluster.attend()
     assert cluster.workers.retired == {}
-    cluster.start("e-2", age_s=2 * UNPLACED_S)
+    cluster.start("e-2", age_s=0.7 * PLACEMENT_S)  # a node may have begun to start it
+    cluster.attend()
+    assert cluster.workers.retired == {}
+    cluster.spawned[-1].ordered_at -= 0.2 * PLACEMENT_S
     cluster.attend()
     assert cluster.workers.retired == {"e-2": "no_room: the cluster has no room for it, waiting for 1 CPU"}
     assert cluster.workers.ladders == [KILL_LADDER]
+
+
+def test_one_for_which_the_nodes_are_too_small_is_taken_back_soon(cluster: Cluster) -> None:
+    cluster.free(0.0, 0.0)
+    for number, node in enumerate("aabb"):
+        cluster.start(f"e-{number}", node)
+    cluster.start("e-4", age_s=2 * UNPLACED_S)
+    cluster.attend()
+    assert list(cluster.workers.retired) == ["e-4"]
 
 
 def test_one_for_which_a_node_has_room_is_not_taken_back(cluster: Cluster) -> None:
