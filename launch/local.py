@@ -127,6 +127,7 @@ def up(config: RunConfig, options: UpOptions) -> int:
         RecordVersionError: Another version wrote the run directory; nothing was started.
         MissingError: The run is for a cluster, and there is none.
     """
+    probes = ProbeFiles(options.probe_dir) if options.probe_dir is not None else None
     known = sources_of(RunLayout(config.run.dir)) if options.resume else []
     found = check(config, known=known, tell=tell)
     for failure in found.failures:
@@ -155,7 +156,7 @@ def up(config: RunConfig, options: UpOptions) -> int:
             page_of(config, layout, token, as_json=options.as_json) as page,
         ):
             view = make_view(config, plain=options.plain, as_json=options.as_json)
-            launcher = Launcher(config, layout, token, view, listener, options, page)
+            launcher = Launcher(config, layout, token, view, listener, options, page, probes)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 return runner.run(launcher.run()).code
 
@@ -202,6 +203,7 @@ class Launcher:
         listener: socket.socket | None = None,
         options: UpOptions = UpOptions(),
         page: PageOnDemand | None = None,
+        probes: ProbeFiles | None = None,
     ) -> None:
         self._config = config
         self._page = page
@@ -219,7 +221,7 @@ class Launcher:
             seed=config.run.seed,
         )
         self._crashes = CrashNotes(layout)
-        self._probes = ProbeFiles(options.probe_dir) if options.probe_dir is not None else None
+        self._probes = probes
         self._roles: dict[str, Role] = {}
         self._killed = self._is_over = False
 

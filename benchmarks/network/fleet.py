@@ -52,7 +52,7 @@ class Round:
     replaced_s: list[float] = field(default_factory=list)
     """From the kill of a process until each producer of the next one had an ack."""
     others_s: list[float] = field(default_factory=list)
-    """Longest wait of another producer for an ack meanwhile."""
+    """Longest wait of a producer for an ack after that."""
     rss_mb: float = 0.0
     descriptors: int = 0
     rss_back_mb: float = 0.0
@@ -90,7 +90,7 @@ def rows() -> Iterator[Row]:
         BACK_GOAL_S,
     )
     yield row(
-        "longest wait for an ack while a process of producers is replaced, s", lambda one: max(one.others_s)
+        "longest wait for an ack after a process of producers was replaced, s", lambda one: max(one.others_s)
     )
     yield row("CPU of the broker for a group of remote producers, µs", lambda one: one.cpu_us)
     yield row("CPU of the broker without groups, cores", lambda one: one.idle_cpu)

@@ -467,6 +467,30 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _leave_workers_to_others(self) -> Self:
+        """Without `orchestrator.start_workers` nothing here starts, places, or counts them."""
+        if self.orchestrator.start_workers:
+            return self
+        key = "orchestrator.start_workers"
+        if self.cluster.engine != "local":
+            raise ValueError(
+                f"{key}: must be true where the cluster places the workers (got false); remove it, "
+                'or set cluster.engine = "local"'
+            )
+        programs = [name for name, env in self.environment.items() if env.command]
+        if programs:
+            raise ValueError(
+                f"{key}: must be true for environment.{programs[0]}.command, which only the run can start "
+                "(got false); remove one of them"
+            )
+        if self.orchestrator.max_processes:
+            raise ValueError(
+                f"orchestrator.max_processes: bounds the workers that the run starts, and {key} is false "
+                f"(got {self.orchestrator.max_processes}); use environment.NAME.max_workers"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _keep_workers(self) -> Self:
         least = sum(env.min_workers for env in self.environment.values())
         if 0 < self.orchestrator.max_processes < least:

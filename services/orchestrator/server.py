@@ -510,12 +510,13 @@ class Orchestrator:
         """Return the limits from GPUs, failures and the cluster, for environments that have one: the narrower one."""
         rooms = {}
         for env, crew in crews.items():
-            limit = self._gpus.limit(env, crew.current, self._bounds.config.environment[env].max_workers)
+            most = self._bounds.config.environment[env].max_workers
+            own = self._limits.start_workers  # others start theirs elsewhere, on GPUs of their own
+            limit = self._gpus.limit(env, crew.current, most) if own else None
             found = [WorkerRoom(limit.count, NO_GPU, limit.reason)] if limit is not None else []
             if (failing := self._replacements[env].room(crew, now)) is not None:
                 found.append(failing)
             if self._cluster is not None:
-                most = self._bounds.config.environment[env].max_workers
                 placeable = self._cluster.limit(env, crew.current, most)
                 found += [] if placeable is None else [placeable]
             if found:

@@ -24,7 +24,7 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -276,7 +276,9 @@ class Worker:
             try:
                 path.parent.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
                 write_json(path, sign)
-            except OSError as error:  # a full disk ends no worker
+            except OSError as error:  # a full disk ends no worker, and an older sign needs no space
+                with suppress(OSError):
+                    os.utime(path)
                 if throttle.is_due(str(error), time.monotonic()):
                     logger.warning("sign of life not written path=%s error=%s", path, error)
             await asyncio.sleep(SIGN_S)

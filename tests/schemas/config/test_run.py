@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from rolloutmq.launch.settings import validate
+from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
 
 OPEN = "tcp://0.0.0.0:0"
@@ -31,3 +33,22 @@ def test_a_stream_of_weights_for_everybody_is_refused(listen: str) -> None:
 )
 def test_weights_of_one_host_or_with_keys_are_streamed(sections: dict[str, Any]) -> None:
     assert validate(sections).weights.backend == "stream"
+
+
+@pytest.mark.parametrize(
+    ("tree", "told"),
+    [
+        ({"orchestrator": {"max_processes": 4}}, "orchestrator.max_processes: bounds the workers"),
+        (
+            {
+                "environment": {"e": {"command": ["true"], "group_size": 1}},
+                "gateway": {"enabled": True, "listen": True},
+            },
+            r"environment\.e\.command, which only the run can start",
+        ),
+    ],
+)
+def test_what_only_the_run_can_start_needs_its_orchestrator(tree: dict[str, Any], told: str) -> None:
+    own = {**tree.get("orchestrator", {}), "start_workers": False}
+    with pytest.raises(ValidationError, match=told):
+        RunConfig.model_validate({**tree, "orchestrator": own})

@@ -81,7 +81,10 @@ async def test_workers_come_and_go_as_it_is_decided(run_dir: Path) -> None:
 
 async def test_it_only_decides_where_others_start_the_workers(run_dir: Path) -> None:
     layout = RunLayout(run_dir)
-    async with broker(layout) as fake, orchestrator(layout, config(start_workers=False)):
+    tree = config(start_workers=False).model_dump()
+    tree["environment"]["env"]["gpus"] = 1  # of hosts that this one does not know
+    about = RunConfig.model_validate(tree)
+    async with broker(layout) as fake, orchestrator(layout, about):
         fake.wanted = {"env": 2}
         await until(lambda: bool(fake.decisions) and fake.decisions[-1].target == 2)
         number = len(fake.decisions)

@@ -125,7 +125,10 @@ class Snapshot:
         row = self.digests[index]
         if row["known"] != 1:
             with self.chunk(index) as data:
-                self.digests[index] = digest(data)
+                found = digest(data)
+            with self._turn:
+                self.digests[index] = found
+            return found
         return row.item()  # type: ignore[no-any-return]
 
     def known_checksum(self, index: int) -> int | None:
@@ -134,8 +137,10 @@ class Snapshot:
         return int(row["crc"]) if row["known"] else None
 
     def note_checksum(self, index: int, crc: int) -> None:
-        """Note the CRC32C of a chunk for the other receivers. For any thread."""
-        self.digests[index] = (crc, 0, HERE)
+        """Note the CRC32C of a chunk for the other receivers, unless its digest is known by now. For any thread."""
+        with self._turn:
+            if not self.digests[index]["known"]:
+                self.digests[index] = (crc, 0, HERE)
 
     def table(self) -> Digests:
         """Return all digests."""

@@ -42,6 +42,7 @@ def test_a_worker_needs_what_the_configuration_says() -> None:
     ("tree", "key"),
     [
         ({"orchestrator": {"enabled": False}}, "orchestrator.enabled"),
+        ({"orchestrator": {"start_workers": False}}, "orchestrator.start_workers"),
         ({"cluster": {"engine": "slurm"}}, "engine"),
         ({"cluster": {"engine": "ray", "lease_s": 1.0}}, "lease_s"),
     ],

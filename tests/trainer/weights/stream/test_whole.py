@@ -95,6 +95,14 @@ def test_a_checksum_is_computed_once_for_all_receivers(case: Case, monkeypatch: 
     ]
 
 
+def test_a_checksum_takes_the_place_of_no_digest(case: Case) -> None:
+    """Another receiver may have asked for the digest while the chunk was under way."""
+    found = case.snapshot.digest(2)
+    case.snapshot.note_checksum(2, 1)
+    assert case.snapshot.digests[2].item() == found
+    assert case.snapshot.known_checksum(2) == found[0]
+
+
 def test_a_wrong_checksum_names_the_tensors_and_keeps_what_was_before(case: Case) -> None:
     case.snapshot.note_checksum(2, 1)
     with pair() as (sender, receiver):
