@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import zmq
@@ -112,8 +112,10 @@ class FakeBroker:
                 if drain.worker in self.joined:
                     self.joined[drain.worker] = WorkerState.GONE
                     continue
-                # As the worker that hears it on the bus would.
-                os.kill(living(self.layout)[drain.worker], signal.SIGUSR1)
+                # As the worker that hears it on the bus would; a crashed one hears nothing.
+                if (pid := living(self.layout).get(drain.worker)) is not None:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGUSR1)
 
     async def _listen(self, publish: Channel) -> None:
         while True:
@@ -187,6 +189,8 @@ async def broker(layout: RunLayout) -> AsyncIterator[FakeBroker]:
         task.cancel()
         await asyncio.wait({task})
         context.destroy(linger=0)
+        if not task.cancelled():
+            task.result()
 
 
 @asynccontextmanager
