@@ -101,6 +101,17 @@ async def work(run_dir: Path, worker: str, stop: Stop) -> None:
     await Worker(run_dir, worker).run(stop)
 
 
+def show_sign(path: Path, sign: Sign) -> None:
+    """Write a sign of life; without space for it renew the last one, which needs none, and raise OSError."""
+    try:
+        path.parent.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
+        write_json(path, sign)
+    except OSError:
+        with suppress(OSError):
+            os.utime(path)
+        raise
+
+
 class Worker:
     """One life of a worker. For one event loop; not thread-safe."""
 
@@ -274,11 +285,8 @@ class Worker:
         while self._joined:
             sign = Sign(pid=os.getpid(), state=self.state, answered=self._heartbeat.answered)
             try:
-                path.parent.mkdir(mode=PRIVATE_DIRECTORY, exist_ok=True)
-                write_json(path, sign)
-            except OSError as error:  # a full disk ends no worker, and an older sign needs no space
-                with suppress(OSError):
-                    os.utime(path)
+                show_sign(path, sign)
+            except OSError as error:  # a full disk ends no worker
                 if throttle.is_due(str(error), time.monotonic()):
                     logger.warning("sign of life not written path=%s error=%s", path, error)
             await asyncio.sleep(SIGN_S)

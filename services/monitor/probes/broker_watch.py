@@ -1,6 +1,6 @@
 """Whether the broker of a run answers, as seen by its launcher.
 
-A broker that starts, however long it reads its journal, hangs not. One that has bound its sockets must answer.
+A broker that starts does not hang, however long it reads its journal. One that has bound its sockets must answer.
 """
 
 import asyncio
@@ -81,10 +81,8 @@ async def _asked(layout: RunLayout, pid: int) -> tuple[bool, bool]:
             await client.request(GetInfo(), ANSWER_S)
     except RolloutMQError:
         return serves, False
-    except (
-        OSError,
-        zmq.ZMQError,
-    ) as error:  # such as want of descriptors here: it says nothing of the broker
+    except (OSError, zmq.ZMQError) as error:
+        # Such as a want of descriptors here: it says nothing of the broker.
         logger.warning("broker not asked error=%s", error)
         return False, False
     return True, True

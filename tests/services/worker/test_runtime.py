@@ -1,6 +1,7 @@
 """The whole worker: a real broker, a real producer, a policy server with failures."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
@@ -27,7 +28,7 @@ from rolloutmq.schemas.config.inference import InferenceConfig
 from rolloutmq.schemas.config.orchestrator import OrchestratorConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, EnvironmentFailedError, MissingError
-from rolloutmq.schemas.files import AckedGroup, InferenceAddress, RunLayout
+from rolloutmq.schemas.files import AckedGroup, InferenceAddress, RunLayout, Sign
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.process import PERMANENT_FAILURE
 from rolloutmq.schemas.wire.control import Drain, GetStatus, Pressure, StatusReply, WorkerState, WorkerStatus
@@ -38,6 +39,7 @@ from rolloutmq.schemas.wire.tasks import TaskState
 from rolloutmq.services.broker.server import Broker, running_broker
 from rolloutmq.services.process.runner import Stop
 from rolloutmq.services.process.stacks import hang_of
+from rolloutmq.services.worker import runtime
 from rolloutmq.services.worker.runtime import Worker, work
 from rolloutmq.services.worker.user_code.failures import UserFailure
 
@@ -697,3 +699,20 @@ async def test_code_that_ends_its_worker_is_a_failure_with_a_place(staged: Stage
         failure = read_json(stage.layout.failure("echo"), UserFailure)
         assert failure is not None
         assert "task        '473'" in failure.report
+
+
+def test_a_full_disk_makes_a_sign_of_life_no_older(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that started the worker would kill it for its silence."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    sign = Sign(pid=os.getpid(), state=WorkerState.READY, answered=True)
+    path = tmp_path / "signs" / "e-0.json"
+    runtime.show_sign(path, sign)
+    os.utime(path, (0, 0))
+    monkeypatch.setattr(runtime, "write_json", full)
+    with pytest.raises(OSError, match="No space"):
+        runtime.show_sign(path, sign)
+    assert path.stat().st_mtime > 0
+    assert read_json(path, Sign) == sign

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -16,7 +16,15 @@ from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RunDirInUseError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Restart, Role
-from rolloutmq.services.orchestrator.cluster.messages import FRAME_LIMIT_BYTES, Demand, Program
+from rolloutmq.services.orchestrator.cluster.messages import (
+    FRAME_LIMIT_BYTES,
+    Demand,
+    LifeState,
+    Node,
+    Nodes,
+    Program,
+    Report,
+)
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses, short_path
 from rolloutmq.services.orchestrator.cluster.service import ClusterService
 from rolloutmq.services.orchestrator.supervision.core import (
@@ -229,6 +237,46 @@ async def test_the_nodes_of_the_cluster_and_of_each_life_are_told(tmp_path: Path
         assert remote.living()[0].is_placed
         await until(lambda: supervisor.identity("e-0"))
         assert remote.living()[0].host == "node-7"
+        await supervisor.stop(["e-0"], KILL_LADDER, "the test is over")
+
+
+class Counting(FakeCluster):
+    """Its first node has as much left as it was looked at, to tell the looks apart."""
+
+    looks = 0
+    found_at = 0
+    """The look at which a life was seen to have a node."""
+
+    def nodes(self) -> tuple[Node, ...]:
+        self.looks += 1
+        return (Node(id="node-7", free={"CPU": float(self.looks)}),)
+
+    def placed(self, lives: Collection[str]) -> dict[str, str]:
+        found = super().placed(lives)
+        self.found_at = self.found_at or (self.looks if found else 0)
+        return found
+
+
+async def test_a_node_is_told_after_the_lives_that_have_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In between, a life would have neither a node nor room on one, and be taken back."""
+    layout, cluster = layout_of(tmp_path), Counting()
+    told: list[Report] = []
+    tell = ClusterService._tell
+
+    def noted(service: ClusterService, report: Report | None) -> None:
+        told.extend([] if report is None else [report])
+        tell(service, report)
+
+    monkeypatch.setattr(ClusterService, "_tell", noted)
+    async with serving(layout, cluster), supervising(layout) as (supervisor, _):
+        await until(lambda: told)
+        supervisor.start(spec("e-0", layout))
+        await until(lambda: cluster.found_at and cluster.looks > cluster.found_at)
+        placed = next(place for place, one in enumerate(told) if isinstance(one, LifeState) and one.node)
+        looks = [one.nodes[0].free["CPU"] for one in told[:placed] if isinstance(one, Nodes) and one.nodes]
+        assert max(looks) < cluster.found_at
         await supervisor.stop(["e-0"], KILL_LADDER, "the test is over")
 
 
