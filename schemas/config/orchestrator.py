@@ -63,7 +63,8 @@ class OrchestratorConfig(Section):
     """Start and supervise workers with the run. Off: you start workers yourself."""
     start_workers: bool = True
     """Start the workers that the autoscaler wants, on this host or its cluster. Off: it only decides, and whoever
-    starts workers elsewhere follows the metric `rolloutmq_workers_target`, such as KEDA in Kubernetes."""
+    starts workers elsewhere follows the metric `rolloutmq_workers_target`, such as KEDA in Kubernetes. Programs,
+    `max_processes` and `cluster.engine = "ray"` need it on."""
     tick_s: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
     """Time between two decisions. Rates are measured over one tick, so it must be short."""
     scaling: ScalingConfig = ScalingConfig.default()
