@@ -81,6 +81,7 @@ class FakeBroker:
         publish.setsockopt(zmq.SUBSCRIBE, b"")
         sockets = (events, serve, publish)
         for socket in sockets:
+            socket.linger = 0  # by default what nobody reads any more would hold the context up
             socket.bind("tcp://127.0.0.1:*")
         at = [socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0") for socket in sockets]
         endpoints = Endpoints(ingest="", serve=at[1], events=at[0], publish=at[2], pid=1, epoch=1)
