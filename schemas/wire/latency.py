@@ -1,7 +1,8 @@
 """Latency of the hops of groups and of calls: each process publishes the histograms of what it measured since its last
 sample. Histograms of all processes have the same buckets, so their sums are exact.
 
-The broker tells the hops of all groups, by environment and split. A worker tells its own rollouts once more: add up
+The broker tells the hops of the groups, by environment and split; beyond a number of them in a sample, one of several
+stands for all. A worker tells its own rollouts once more: add up
 those of the broker, or those of the workers, and not both.
 """
 
@@ -14,7 +15,7 @@ from rolloutmq.schemas.statistics.histogram import Histogram
 from rolloutmq.schemas.wire.envelope import Count, Message, Seconds, Split
 
 BROKER = "broker"
-"""Name of the broker in its samples: it measures the hops of all groups."""
+"""Name of the broker in its samples: it measures the hops of the groups."""
 ROWS_LIMIT = 256
 """Most rows of a sample; more of them share one row of their hop without names, and count in `dropped_rows`."""
 

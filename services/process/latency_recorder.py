@@ -6,6 +6,7 @@ their hop without names, so the sums of a hop stay exact. Not safe for threads.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 from math import isfinite
 from struct import pack
 from typing import Any, Final, NamedTuple
@@ -75,16 +76,21 @@ class RowRecorder:
         if len(self._durations_s) >= BLOCK:
             self._fold()
 
-    def extend(self, durations_s: Sequence[float], tokens: int, sources: Sequence[Any]) -> None:
-        """Count durations, each with its source."""
-        self._durations_s += durations_s
+    def extend(
+        self, durations_s: Sequence[float], tokens: int, sources: Sequence[Any], times: int = 1
+    ) -> None:
+        """Count durations, each with its source and so many times; the tokens are those of all."""
+        if times == 1:
+            self._durations_s += durations_s
+        else:
+            self._repeated += zip(durations_s, repeat(times))
         self.tokens += tokens
         highest = max(durations_s, default=-1.0)
         if not isfinite(highest):  # a maximum with NaN depends on the order
             highest = max(filter(isfinite, durations_s), default=-1.0)
         if highest > self.slowest_s:
             self.slowest_s, self.source = highest, self._id_of(sources[durations_s.index(highest)])
-        if len(self._durations_s) >= BLOCK:
+        if max(len(self._durations_s), len(self._repeated)) >= BLOCK:
             self._fold()
 
     def repeat(self, seconds: float, times: int, tokens: int, source: Any) -> None:

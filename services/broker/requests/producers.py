@@ -264,7 +264,7 @@ class ProducerRequests:
         if arrived.entered:
             state.credits.arrived(session, now)
             state.permits_due |= state.permits.arrived(session)
-        if len(state.hops.arrived) >= GATHERED:
+        if state.hops.uncounted >= GATHERED:
             state.hops.gather()
         if state.credits.waits(session):
             session.touch_later(now)
@@ -274,7 +274,7 @@ class ProducerRequests:
     def _count_run(self, lane: Lane, groups: list[StoredGroup], sums: GroupSums, now: float) -> None:
         state = self._state
         lane.count(sums, now)
-        state.hops.arrived += groups
+        state.hops.accepted(groups)
         if lane.split is Split.TRAIN:
             state.produced.add(sums.sequences, now)
         usual = lane.group_size

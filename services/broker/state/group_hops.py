@@ -12,6 +12,10 @@ Groups are counted in blocks, soon after they came or were handed out: the proce
 to read them from memory again costs more than to count them. What does not change on the way of a batch, its
 environments and its tokens, is added up once for all of its hops (`BatchShare`).
 
+In each sample, the first `SINGLY` groups of an environment count one by one in `rollout`, `send` and `queue`. Of those
+after them, each `STRIDE`-th counts, for that many. `train` and `commit` are durations of a whole batch, and always
+count every group.
+
 A worker on another host has another clock. It measures the offset to the broker's clock with its heartbeats, and `send`
 is corrected by it; the row carries the bound of the error.
 """
@@ -35,8 +39,32 @@ GATHERED: Final = 128
 """New groups that are counted together: many enough, and with their frames in the processor's second-level cache."""
 DELIVERED: Final = 4 * GATHERED
 """Most groups that were handed out and wait for `gather`, before those of the last batch."""
+SINGLY: Final = 1024
+"""Groups of an environment in a sample that count one by one; see above. A percentile of as many is good enough."""
+STRIDE: Final = 16
 CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
 """Most producers on other hosts: two of each worker."""
+
+
+class Thinning:
+    """Places of the groups that count, in one hop of one environment since the last sample."""
+
+    __slots__ = ("_seen", "_skipped")
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._skipped = STRIDE // 2
+        """Groups before the next one that counts: half a stride, so that the sums are too high as often as too low."""
+
+    def places(self, groups: int) -> tuple[slice, int]:
+        """Return the places to count among so many groups that follow, and how many each stands for."""
+        seen = self._seen
+        self._seen += groups
+        if seen < SINGLY:
+            return slice(None), 1
+        begin = self._skipped
+        self._skipped = (begin - groups) % STRIDE
+        return slice(begin, None, STRIDE), STRIDE
 
 
 class GroupHops:
@@ -52,17 +80,20 @@ class GroupHops:
         self._enabled = enabled
         self._recorder = LatencyRecorder(BROKER, 0.0, host=host, id_of=_id_of, enabled=enabled)
         self._has_begun = False
-        self.arrived: list[StoredGroup] = []
-        """New groups, appended as they are accepted; `gather` counts them."""
-        self._delivered: list[tuple[BatchShare, list[float]]] = []
-        """Groups that were handed out for the first time, and their waits; `gather` counts them, behind the reply."""
+        self._arrived: list[StoredGroup] = []
+        """New groups that count one by one; `gather` counts them."""
+        self._thinned: list[StoredGroup] = []
+        """New groups of which each counts for `STRIDE`."""
+        self._delivered: list[tuple[Sequence[StoredGroup], list[float], int]] = []
+        """Groups that were handed out for the first time, their waits, and how many each stands for."""
         self._delivered_groups = 0
+        self._thinnings: defaultdict[tuple[Hop, str, Split], Thinning] = defaultdict(Thinning)
         self._rows: dict[tuple[Hop, str, Split], RowRecorder] = {}
         self._clocks: dict[str, Measured] = {}
 
     def __bool__(self) -> bool:
         """Whether anything was measured since the last sample."""
-        return bool(self.arrived or self._delivered or self._recorder)
+        return bool(self._arrived or self._thinned or self._delivered or self._recorder)
 
     def heard(self, beat: WorkerBeat) -> None:
         """Note the clock of a worker; one on this host has that of the broker.
@@ -86,7 +117,22 @@ class GroupHops:
     @property
     def ungathered(self) -> int:
         """Number of groups that `gather` has yet to count: new ones, and those handed out."""
-        return len(self.arrived) + self._delivered_groups
+        return self.uncounted + self._delivered_groups
+
+    @property
+    def uncounted(self) -> int:
+        """Number of new groups that `gather` has yet to count."""
+        return len(self._arrived) + len(self._thinned)
+
+    def accepted(self, groups: Sequence[StoredGroup]) -> None:
+        """Note new groups of one producer."""
+        if not self._enabled:
+            return
+        places, times = self._places(Hop.SEND, groups[0], len(groups))
+        if times == 1:
+            self._arrived += groups
+        else:
+            self._thinned += groups[places]
 
     def gather(self) -> None:
         """Count rollout and way of the new groups, and the time in the queue of those handed out.
@@ -94,21 +140,25 @@ class GroupHops:
         A time of 0 is unknown: the group was built without it.
         """
         self._gather_delivered()
-        arrived, self.arrived = self.arrived, []
-        if not self._enabled:
-            return
+        arrived, self._arrived = self._arrived, []
+        thinned, self._thinned = self._thinned, []
         for groups in _by_lane(arrived):
-            headers = [group.header for group in groups]
-            tokens = sum([header.tokens for header in headers])
-            rolled_s = [one.finished_at - (one.started_at or nan) for one in headers]
-            self._row(Hop.ROLLOUT, groups[0]).extend(rolled_s, tokens, groups)
-            if self._clocks:
-                groups = self._count_sent_from_elsewhere(groups)
-                tokens = _tokens(groups)
-                if not groups:
-                    continue
-            sent_s = [one.accepted_wall - (one.header.finished_at or nan) for one in groups]
-            self._row(Hop.SEND, groups[0]).extend(sent_s, tokens, groups)
+            self._count_arrived(groups, 1)
+        for groups in _by_lane(thinned):
+            self._count_arrived(groups, STRIDE)
+
+    def _count_arrived(self, groups: Sequence[StoredGroup], times: int) -> None:
+        headers = [group.header for group in groups]
+        tokens = times * sum([header.tokens for header in headers])
+        rolled_s = [one.finished_at - (one.started_at or nan) for one in headers]
+        self._row(Hop.ROLLOUT, groups[0]).extend(rolled_s, tokens, groups, times)
+        if self._clocks:
+            groups = self._count_sent_from_elsewhere(groups, times)
+            tokens = times * _tokens(groups)
+            if not groups:
+                return
+        sent_s = [one.accepted_wall - (one.header.finished_at or nan) for one in groups]
+        self._row(Hop.SEND, groups[0]).extend(sent_s, tokens, groups, times)
 
     def handed_out(self, share: BatchShare, wall: float) -> None:
         """Note the groups that are handed out; one that was delivered before does not count."""
@@ -116,22 +166,33 @@ class GroupHops:
             return
         if self._delivered_groups >= DELIVERED:
             self._gather_delivered()
-        groups = share.groups
-        waited_s = [wall - group.accepted_wall for group in groups if group.deliveries == 1]
-        if len(waited_s) < len(groups):
-            share = BatchShare([group for group in groups if group.deliveries == 1])
-        self._delivered.append((share, waited_s))
-        self._delivered_groups += len(waited_s)
+        groups, times = share.groups, 1
+        if len(share.lanes) == 1:
+            places, times = self._places(Hop.QUEUE, groups[0], len(groups))
+            groups = groups[places]
+        groups = [group for group in groups if group.deliveries == 1]
+        self._delivered.append((groups, [wall - group.accepted_wall for group in groups], times))
+        self._delivered_groups += len(groups)
 
     def _gather_delivered(self) -> None:
         delivered, self._delivered, self._delivered_groups = self._delivered, [], 0
-        for share, waited_s in delivered:
-            groups, lanes = share.groups, share.lanes
-            if len(lanes) == 1:
-                self._row(Hop.QUEUE, groups[0]).extend(waited_s, lanes[0].tokens, groups)
+        for groups, waited_s, times in delivered:
+            if times > 1 or is_one_env(groups):
+                self._count_waits(groups, waited_s, times)
                 continue
+            lanes: defaultdict[str, tuple[list[StoredGroup], list[float]]] = defaultdict(lambda: ([], []))
             for group, seconds in zip(groups, waited_s, strict=True):
-                self._row(Hop.QUEUE, group).add(seconds, group.header.tokens, group)
+                members, waits_s = lanes[group.env]
+                members.append(group)
+                waits_s.append(seconds)
+            for members, waits_s in lanes.values():
+                places, each = self._places(Hop.QUEUE, members[0], len(members))
+                self._count_waits(members[places], waits_s[places], each)
+
+    def _count_waits(self, groups: Sequence[StoredGroup], waited_s: Sequence[float], times: int) -> None:
+        if groups:
+            tokens = times * _tokens(groups)
+            self._row(Hop.QUEUE, groups[0]).extend(waited_s, tokens, groups, times)
 
     def settled(self, share: BatchShare, seconds: float) -> None:
         """Count the time with the trainer of groups that were handed out together; NaN if it is not known."""
@@ -149,9 +210,10 @@ class GroupHops:
             return []
         self.gather()
         self._rows.clear()
+        self._thinnings.clear()
         return self._recorder.samples(wall)
 
-    def _count_sent_from_elsewhere(self, groups: Sequence[StoredGroup]) -> Sequence[StoredGroup]:
+    def _count_sent_from_elsewhere(self, groups: Sequence[StoredGroup], times: int) -> Sequence[StoredGroup]:
         """Count groups of producers with another clock; return the others."""
         others: list[StoredGroup] = []
         for group in groups:
@@ -161,7 +223,7 @@ class GroupHops:
                 continue
             row = self._row(Hop.SEND, group)
             sent_s = group.accepted_wall - (group.header.finished_at or nan) - clock.offset_s
-            row.add(sent_s, group.header.tokens, group)
+            row.repeat(sent_s, times, times * group.header.tokens, group)
             row.clock_error_s = max(row.clock_error_s, clock.error_s)
         return others
 
@@ -170,6 +232,9 @@ class GroupHops:
         if self._enabled and not isnan(seconds):
             for lane in share.lanes:
                 self._row(hop, lane.first).repeat(seconds, lane.groups, lane.tokens, lane.first)
+
+    def _places(self, hop: Hop, first: StoredGroup, groups: int) -> tuple[slice, int]:
+        return self._thinnings[hop, first.env, first.split].places(groups)
 
     def _row(self, hop: Hop, group: StoredGroup) -> RowRecorder:
         """Return the row of a group, kept until the next sample: to make a key takes a microsecond."""

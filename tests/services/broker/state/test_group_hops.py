@@ -15,7 +15,7 @@ from rolloutmq.schemas.wire.replies import Ok, Rejected
 from rolloutmq.schemas.wire.requests import Commit, Release
 from rolloutmq.services.broker.core import BrokerCore
 from rolloutmq.services.broker.state import group_hops
-from rolloutmq.services.broker.state.group_hops import GATHERED
+from rolloutmq.services.broker.state.group_hops import GATHERED, STRIDE, Thinning
 
 
 class Wall:
@@ -223,7 +223,7 @@ def test_batches_without_a_tick_in_between_leave_few_groups_to_count(monkeypatch
         peer.send(2, started_at=0.0, finished_at=0.0)
         bench.settle(bench.batch(step))
         hops = bench.core._state.hops
-        assert hops.ungathered - len(hops.arrived) <= 4
+        assert hops.ungathered - hops.uncounted <= 4
     assert rows(bench)[Hop.QUEUE, "e", Split.TRAIN].durations.count == 10
 
 
@@ -255,3 +255,53 @@ def test_a_rejected_group_is_in_no_checkpoint() -> None:
     found = {hop: row for (hop, _, _), row in rows(bench).items()}
     assert (found[Hop.TRAIN].durations.count, found[Hop.TRAIN].tokens) == (2, 10)
     assert (found[Hop.COMMIT].durations.count, found[Hop.COMMIT].tokens) == (1, 5)
+
+
+def test_beyond_a_number_of_groups_one_of_several_stands_for_all(
+    wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_hops, "SINGLY", 8)
+    bench = begun(e={"stale": "pass"}, f={"stale": "pass"})
+    bench.consumer()
+    start = wall.start
+    for env, tokens in (("e", 7), ("f", 11)):
+        peer = bench.producer(f"p-{env}", env)
+        for _ in range(10):
+            peer.send(8, tokens=tokens, started_at=start - 3.0, finished_at=start - 1.0)
+    wall.after(4.0)
+    for step in range(20):
+        bench.settle(bench.batch(step, 32))
+    found = rows(bench)
+    for env, tokens in (("e", 7), ("f", 11)):
+        for hop, seconds in ((Hop.ROLLOUT, 2.0), (Hop.SEND, 1.0), (Hop.QUEUE, 4.0)):
+            row = found[hop, env, Split.TRAIN]
+            assert abs(row.durations.count - 80) <= STRIDE // 2
+            assert row.tokens == tokens * row.durations.count
+            assert row.durations.mean_s == pytest.approx(seconds)
+            assert row.slowest_id.startswith(f"p-{env}/")
+        assert found[Hop.TRAIN, env, Split.TRAIN].durations.count == 80
+
+
+def test_every_sample_begins_with_groups_that_count_one_by_one(
+    wall: Wall, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_hops, "SINGLY", 8)
+    bench = begun()
+    peer = bench.producer()
+    for _ in range(3):
+        peer.send(5, started_at=wall.start - 1.0, finished_at=wall.start)
+        assert rows(bench)[Hop.SEND, "e", Split.TRAIN].durations.count == 5
+
+
+@pytest.mark.parametrize("sizes", [(1,) * 160, (16,) * 10, (33, 1, 94, 32), (160,)])
+def test_thinned_groups_lie_a_stride_apart_whatever_the_messages(sizes: tuple[int, ...]) -> None:
+    thinning = Thinning()
+    thinning.places(group_hops.SINGLY)
+    counted: list[int] = []
+    start = 0
+    for size in sizes:
+        places, times = thinning.places(size)
+        assert times == STRIDE
+        counted += range(start, start + size)[places]
+        start += size
+    assert counted == list(range(STRIDE // 2, 160, STRIDE))
