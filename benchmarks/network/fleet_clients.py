@@ -31,7 +31,7 @@ from rolloutmq.schemas.errors import LeaseLostError
 from rolloutmq.schemas.wire.envelope import PolicyVersion
 
 SHAPE: Final = Shape.of_bytes(16_000)
-BATCH: Final = 16
+BATCH: Final = 64
 """Groups of a batch."""
 POOL: Final = 8
 """Different groups of a process."""

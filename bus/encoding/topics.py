@@ -25,6 +25,16 @@ def ack(producer: str) -> bytes:
     return b"ack.%b/" % producer.encode()
 
 
+def acked_producer(topic: bytes) -> str | None:
+    """Return the producer whose acks have this topic; None for any other text, such as a prefix of topics."""
+    name = topic.removeprefix(b"ack.").removesuffix(b"/")
+    try:
+        producer = name.decode()
+    except UnicodeDecodeError:
+        return None
+    return producer if topic == ack(producer) else None
+
+
 def control(worker: str) -> bytes:
     """Return the topic of the orders to one worker."""
     return b"control.%b/" % worker.encode()

@@ -158,7 +158,8 @@ class ProducerConnection:
             self._where, self._context, self._search, loose.client if loose is not None else None
         )
         places = place.ingest, place.events
-        if loose is None or loose.client is not client or loose.places != places:
+        is_kept = loose is not None and loose.client is client and loose.places == places
+        if not is_kept:
             self._loose = None
             if loose is not None:
                 loose.close_others()
@@ -168,7 +169,8 @@ class ProducerConnection:
         self.info = place.info
         self._session.belongs_to(place.run_id)
         if place.epoch == self._session.epoch:
-            self._session.reconnected()
+            if not is_kept:
+                self._session.reconnected()
             self.ask()
         else:
             self._offer_arena(client, place.arena_bytes)
@@ -205,6 +207,7 @@ class ProducerConnection:
         session = self._session
         if session.epoch:
             await self._require_current(client, epoch)
+        began = time.monotonic()
         reply = await self._registered(client, epoch, session.registration())
         if not session.goes_on(reply.ack):
             logger.warning(
@@ -214,7 +217,8 @@ class ProducerConnection:
             )
             reply = await self._registered(client, epoch, session.registration(new=True))
         was = session.number
-        accepted = session.registered(reply.ack, time.monotonic())
+        now = time.monotonic()
+        accepted = session.registered(reply.ack, now, now - began)
         if session.without_arena == "arena_unreachable":
             logger.warning(
                 "shared memory not readable for the broker, sending frames producer=%s: the broker runs as another "

@@ -6,7 +6,8 @@ Syncs: published acks may be lost, so the session sends a `Sync` request
 - soon after a rollout was abandoned, while a task waits for its permit;
 - `ALIVE_S` after the broker last heard of the session, so it does not count as dead.
 Only the reply to a Sync decides which groups are resent. The reply can overtake groups that a busy broker has not read,
-so slow acks extend the time after which a group counts as lost.
+so slow acks and slow replies extend the time after which a group counts as lost. A broker that reads no groups, since
+it has no room, gets none again.
 
 Pipes: requests and groups have a connection each. A middlebox may forget the one of the groups and end neither side. So
 a broker that answers syncs, and gets no group for `PIPE_S`, needs a new pipe.
@@ -42,8 +43,8 @@ SILENCE_S: Final = 1.0
 """Time without an ack, four ack intervals, after which acks or the broker count as lost."""
 ALIVE_S: Final = 3.0
 """A third of the silence after which the broker treats a producer as dead."""
-SLACK_MAX_S: Final = 4.0
-"""Most time that slow acks add before a group counts as lost."""
+SLACK_MAX_S: Final = 15.0
+"""Most time that slow acks and replies add before a group counts as lost."""
 PIPE_S: Final = 10.0
 """Time in which no group gets through to a broker that answers and reads; after it the pipe counts as dead."""
 PIPE_MAX_S: Final = 600.0
@@ -147,8 +148,8 @@ class SessionState:
         """Give up the session's number; the next registration opens a new session."""
         self.number = self.epoch = 0
 
-    def registered(self, ack: Ack, now: float) -> list[SpoolEntry]:
-        """Begin or continue the session that the broker granted; return the groups it already has."""
+    def registered(self, ack: Ack, now: float, took_s: float = 0.0) -> list[SpoolEntry]:
+        """Begin or continue the session that the broker granted, in so many seconds; return the groups it already has."""
         if ack.session != self.number:
             self.spool.renumber()
             self.credit.restart(len(self.spool))
@@ -159,6 +160,7 @@ class SessionState:
         self.declared.clear()
         self._asked_at = now
         self._blocked_at = None
+        self._is_slow(took_s)
         self._heed(ack)
         return self._apply(ack, now)
 
@@ -185,8 +187,15 @@ class SessionState:
         self._reported = asked.abandoned
         if (ack.session, ack.epoch) == (self.number, self.epoch):
             self._heed(ack)
+        self._is_slow(now - self._asked_at)
         moment = now - self._slack_s
-        return self.acked(ack, now), self.spool.send_overdue_again(moment)
+        accepted = self.acked(ack, now)
+        return accepted, [] if ack.wait in _HELD else self.spool.send_overdue_again(moment)
+
+    def _is_slow(self, took_s: float) -> None:
+        """Note how long a reply took: the broker may have read as late the groups that were sent with the request."""
+        if took_s >= RESEND_S:
+            self._slack_s = max(self._slack_s, min(2 * took_s, SLACK_MAX_S))
 
     def pipe_is_dead(self, answer: Ack, now: float) -> bool:
         """Whether groups need a new pipe, after the sync with this answer: call it once for each."""

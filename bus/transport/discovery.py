@@ -27,7 +27,7 @@ from rolloutmq.bus.transport.endpoint import (
 )
 from rolloutmq.bus.transport.keys.bundle import CurveKeys, keys_of
 from rolloutmq.bus.transport.keys.handshakes import FIRST_S, LONGEST_S
-from rolloutmq.bus.transport.request_client import BrokerClient, Frames
+from rolloutmq.bus.transport.request_client import BrokerClient, Frames, unavailable
 from rolloutmq.bus.transport.sockets import Context
 from rolloutmq.schemas.errors import BrokerUnavailableError, KeyRefusedError
 from rolloutmq.schemas.files import RunLayout
@@ -41,10 +41,14 @@ logger = logging.getLogger(__name__)
 Found = TypeVar("Found")
 ATTEMPT_S: Final = 2.0
 """Silence of an address after which the run directory is read again."""
-ATTEMPTS_BY_TCP: Final = 3
+ATTEMPTS_BY_TCP: Final = 6
 """Attempts in vain on an established connection by TCP before it is replaced: the next one costs a handshake."""
+ASKED_S: Final = 60.0
+"""Time after which a search asks anew on the same connection; until then any answer counts, however late."""
 PROBE_S: Final = 1.0
 """Time within which a live broker answers a probe, whatever its disk does."""
+PROBE_PART: Final = 1 / 3
+"""The same, as a part of the patience with a broker that has been slower."""
 SLOWEST_S: Final = 6.0
 """Longest pause before a request to a slow broker is repeated; shorter than its `silence_s`."""
 
@@ -148,7 +152,7 @@ async def _answered(way: "_Way", where: Where, search: Search) -> InfoReply | No
     search.problem = silence
     asked_at = time.monotonic()
     try:
-        reply = info_of(client.address, await client.request(GetInfo(), ATTEMPT_S))
+        reply = info_of(client.address, await way.answer(client))
     except KeyRefusedError as error:
         search.lacks("refused", error.problem)
         await way.pause()
@@ -170,7 +174,8 @@ class _Way:
 
     A new connection costs the broker a handshake. Of a fleet that comes back at once each client waits for its own; if
     clients gave up theirs after a time, the broker would make handshakes for nobody, for ever. So a handshake that
-    lasts is left alone, and the silence after which an established connection is replaced doubles.
+    lasts is left alone, and the silence after which an established connection is replaced doubles. One request waits
+    through all attempts: a broker with more work than it can do may need longer than one of them.
     """
 
     def __init__(self, context: Context, client: BrokerClient | None) -> None:
@@ -179,6 +184,7 @@ class _Way:
         self._silent_s = 0.0
         self._patience_s = 0.0
         self._pause_s = FIRST_S
+        self._asked: asyncio.Task[Reply] | None = None
 
     async def client_of(self, address: str, keys: CurveKeys | None) -> BrokerClient:
         """Return the open client of this address."""
@@ -189,12 +195,27 @@ class _Way:
             await self._client.__aenter__()
         return self._client
 
+    async def answer(self, client: BrokerClient) -> Reply:
+        """Return the answer of the client's broker, asked for now or by an earlier attempt.
+
+        Raises:
+            BrokerUnavailableError: There is none within this attempt; the request goes on.
+            KeyRefusedError: The broker refuses the key, and the request goes on; or as for `BrokerClient.request`.
+        """
+        if self._asked is None:
+            self._asked = asyncio.create_task(client.request(GetInfo(), ASKED_S, ATTEMPT_S), name="search")
+        done, _ = await asyncio.wait({self._asked}, timeout=ATTEMPT_S)
+        if not done:
+            raise unavailable(client.address, ATTEMPT_S, client.problem)
+        asked, self._asked = self._asked, None
+        return asked.result()
+
     async def silent(self, seconds: float) -> None:
         """Note that the broker has not answered an attempt; the time beyond the attempt is this loop's own delay."""
         if self._client is None:
             return
         by_tcp = self._client.address.startswith("tcp://")
-        if by_tcp and not self._client.has_sent:
+        if by_tcp and not self._client.is_connected:
             self._silent_s = 0.0
             return
         least_s = ATTEMPTS_BY_TCP * ATTEMPT_S if by_tcp else ATTEMPT_S
@@ -212,6 +233,10 @@ class _Way:
     async def leave(self) -> None:
         """Close the client, if there is one."""
         client, self._client, self._silent_s = self._client, None, 0.0
+        asked, self._asked = self._asked, None
+        if asked is not None:
+            asked.cancel()
+            await asyncio.wait({asked})
         if client is not None:
             await client.close()
 
@@ -252,11 +277,11 @@ async def insist(
     """Repeat a request until there is an answer, as long as the broker of this epoch is alive.
 
     Args:
-        client: Client of the broker.
+        client: Client of the broker. If it had to wait before, the broker gets as long as `client.patience_s`.
         message: The request; it must be repeatable.
         epoch: Epoch of the broker.
-        patience_s: Time before the first liveness probe; later probes follow in growing intervals.
-        repeat_s: Pause before the request is sent again ahead of the first probe; later once in each interval.
+        patience_s: Least time before the first liveness probe; later probes follow in growing intervals.
+        repeat_s: First pause before the request is sent again ahead of the first probe; later once in each interval.
         on_slow: Called after each successful probe.
 
     Raises:
@@ -264,11 +289,12 @@ async def insist(
         SessionFencedError, LeaseLostError, RefusedError, ClosedError: As for `BrokerClient.request`.
     """
     waited_s = 0.0
+    patience_s = max(patience_s, client.patience_s)
     while True:
         try:
             return await client.request_frames(message, patience_s, repeat_s)
         except BrokerUnavailableError:
-            if not await lives(client, epoch, PROBE_S):
+            if not await lives(client, epoch, max(PROBE_S, PROBE_PART * patience_s)):
                 raise
         waited_s += patience_s
         on_slow()

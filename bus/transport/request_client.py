@@ -3,6 +3,9 @@
 A request carries a correlation frame, which the broker echoes. The client repeats a request without an answer, because
 a dying broker loses it; every request of the protocol is repeatable. The first reply counts, later ones with the same
 correlation frame are dropped. Only this module turns an `ErrorReply` into an exception.
+
+The pauses between repetitions double. A fleet that repeats at a fixed pace keeps an overloaded broker overloaded: it
+then answers requests that were given up. So a client waits at most twice as long as the broker is silent.
 """
 
 import asyncio
@@ -40,6 +43,10 @@ TIMEOUT_S: Final = 10.0
 RESEND_S: Final = 1.0
 """Default pause before an unanswered request is sent again."""
 
+RESEND_MAX_S: Final = 8.0
+"""Longest such pause."""
+PATIENCE_MAX_S: Final = 30.0
+"""Most that `BrokerClient.patience_s` becomes."""
 LOOK_S: Final = 0.25
 """Time between two looks at the handshakes of a blocking client that waits for a connection."""
 
@@ -80,8 +87,8 @@ class BrokerClient:
         self._timer: asyncio.TimerHandle | None = None
         """Ends waits in vain. One for all of them, so that an answer has none to cancel."""
         self._looks_at = math.inf
-        self.has_sent = False
-        """Whether the last request was sent: a socket sends none before a handshake is over."""
+        self.patience_s = 0.0
+        """Twice the time that the last answer took, or that the last request without one waited."""
         self._open: tuple[Scope, Channel] | None = None
 
     async def __aenter__(self) -> Self:
@@ -101,6 +108,11 @@ class BrokerClient:
     def problem(self) -> str:
         """What the last handshake with the broker failed for; empty if it did not."""
         return self._open[1].problem if self._open is not None else ""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether a request would leave now: none does before a handshake is over."""
+        return self._open is not None and self._open[1].is_writable
 
     async def close(self) -> None:
         """Close the socket; waiting requests raise ClosedError. May be called twice."""
@@ -122,7 +134,7 @@ class BrokerClient:
         Args:
             message: The request; it must be repeatable.
             timeout_s: Time limit in seconds, repetitions included.
-            resend_s: Pause before the request is sent again, in seconds.
+            resend_s: First pause before the request is sent again, in seconds; it doubles up to `RESEND_MAX_S`.
 
         Raises:
             BrokerUnavailableError: There was no answer in time.
@@ -144,9 +156,9 @@ class BrokerClient:
         return granted(reply, message), frames
 
     async def _asked(self, frames: list[bytes], timeout_s: float, resend_s: float) -> list[zmq.Frame]:
-        until = (now := time.monotonic()) + timeout_s
+        began = now = time.monotonic()
+        until = began + timeout_s
         answer = self._expect(frames[0])
-        self.has_sent = False
         while not answer.done() and now < until:
             if self._open is None:
                 raise ClosedError
@@ -155,9 +167,10 @@ class BrokerClient:
             if not channel.try_send(frames):
                 await _for_at_most(channel.ready(zmq.POLLOUT), patience_s)
             else:
-                self.has_sent = True
+                resend_s = longer_resend_s(resend_s)
                 self._end_by(frames[0], now + patience_s)
                 if (received := await answer) is not None:
+                    self.patience_s = min(2 * (time.monotonic() - began), PATIENCE_MAX_S)
                     return received
                 answer = self._expect(frames[0])
             now = time.monotonic()
@@ -165,6 +178,7 @@ class BrokerClient:
             return received
         if self._open is None:
             raise ClosedError
+        self.patience_s = max(self.patience_s, min(2 * timeout_s, PATIENCE_MAX_S))
         raise unavailable(self.address, timeout_s, self.problem)
 
     def _expect(self, number: bytes) -> "asyncio.Future[list[zmq.Frame] | None]":
@@ -251,6 +265,7 @@ class BlockingClient:
             if not self._socket.poll(int(patience_s * 1e3) + 1, zmq.POLLOUT):
                 continue
             patience_s = min(left, resend_s)
+            resend_s = longer_resend_s(resend_s)
             with suppress(zmq.Again):  # the connection was lost meanwhile and will return
                 self._socket.send_multipart(asked, zmq.NOBLOCK)
             answer = self._await(number, patience_s)
@@ -270,6 +285,11 @@ class BlockingClient:
             if frames[0].bytes == number:
                 return _decoded(frames[1:])
         return None
+
+
+def longer_resend_s(resend_s: float) -> float:
+    """Return the pause after the next repetition; a caller that asks for a longer one keeps it."""
+    return max(resend_s, min(2 * resend_s, RESEND_MAX_S))
 
 
 def unavailable(address: str, waited_s: float, problem: str) -> BrokerUnavailableError:

@@ -41,9 +41,12 @@ CONTROL_HWM: Final = 1000
 """Messages in a pipe of small control messages."""
 HANDSHAKE_MS: Final = 5000
 """Time after which a peer of this host that does not speak ZMTP is disconnected."""
-TCP_HANDSHAKE_MS: Final = 30_000
+TCP_HANDSHAKE_MS: Final = 120_000
 """The same by TCP, where a fleet may knock at once: the broker makes all handshakes side by side, some 800 for a second
 of a core. If they outlast the limit of either side, all are given up, none succeeds, and the fleet knocks again."""
+ARRIVALS_HWM: Final = 8
+"""Messages with groups in a pipe from a producer of another host, each up to 1 MiB by its own rule. The broker holds them
+beside its mark while it is busy; what finds no room waits with its producer."""
 REPLIES_HWM: Final = 32
 """Replies in a pipe to a client of another host: it asks for few things at once, and each may be a batch or a group. A
 client that reads nothing would else hold a thousand of them in the broker's memory."""
@@ -264,8 +267,11 @@ def bind_remote(socket: Socket, addresses: Sequence[str], secret: str) -> str:
     socket.setsockopt(zmq.HANDSHAKE_IVL, TCP_HANDSHAKE_MS)
     socket.setsockopt(zmq.IPV6, int(addresses[0].startswith("tcp://[")))
     _hear(socket)
-    if socket.getsockopt(zmq.TYPE) == zmq.ROUTER:
+    kind = socket.getsockopt(zmq.TYPE)
+    if kind == zmq.ROUTER:
         socket.setsockopt(zmq.SNDHWM, REPLIES_HWM)
+    elif kind == zmq.PULL:
+        socket.setsockopt(zmq.RCVHWM, ARRIVALS_HWM)
     if secret:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, secret.encode())
@@ -408,6 +414,11 @@ class Channel:
     def problem(self) -> str:
         """What the last handshake failed for; empty if it did not."""
         return self._handshakes.problem if self._handshakes is not None else ""
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the socket accepts a message now."""
+        return not self._closed and bool(self._look() & zmq.POLLOUT)
 
     def on_message(self, take: Callable[[list[zmq.Frame]], None]) -> None:
         """Hand every message to a function, as frames that view the library's memory; nobody else may receive.

@@ -291,7 +291,7 @@ class BrokerCore:
         found: list[Action] = []
         if self._pressure is not None and topics.PRESSURE.startswith(topic):
             found.append(self._pressure)
-        acked = [one for one in state.sessions if one.alive and one.topic.startswith(topic)]
+        acked = [one for one in state.sessions.listening(topic) if one.alive]
         found.extend(Publish(session.topic, state.ack_schedule.of(session)) for session in acked)
         for drain in state.workers.drains():
             name = topics.control(drain.worker)

@@ -6,7 +6,7 @@ session of a producer is current; opening another fences it. The last `IDLE_SESS
 fenced by their number alone.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final
 
 from rolloutmq.bus.encoding import topics
@@ -227,6 +227,16 @@ class ProducerSessions:
             return ErrorCode.FENCED if 0 < number <= known.latest else ErrorCode.UNKNOWN
         session = self._sessions.get(number)
         return ErrorCode.UNKNOWN if session is None or session.closed else session
+
+    def listening(self, topic: bytes) -> Iterable[ProducerSession]:
+        """Return the sessions whose acks a subscription gets.
+
+        That of a producer is found by its name: a thousand producers subscribe at once to a restarted broker.
+        """
+        if (name := topics.acked_producer(topic)) is not None:
+            session = self.current(name)
+            return () if session is None else (session,)
+        return [session for session in self if session.topic.startswith(topic)]
 
     def reserve_above(self, number: int) -> None:
         """Give no number up to this one: a group of an earlier life has it."""

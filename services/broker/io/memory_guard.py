@@ -178,6 +178,8 @@ def _pause_s(room_bytes: float) -> float:
 logger = logging.getLogger(__name__)
 
 
+CONNECTION_BYTES: Final = 48 << 10
+"""Memory of a connection of another host in the socket library, its ciphers and the broker's session included."""
 GROUP_BYTES: Final = 4 << 10
 """Memory of a group without its body: 1.4 kB measured, and a snapshot has each of them once more."""
 
@@ -260,7 +262,7 @@ class MemoryGuard:
         return remedy
 
     def _look(self, now: float) -> MemoryRemedy:
-        held, accounted = held_bytes(), self._accounted()
+        held, accounted = held_bytes(), self._accounted() + CONNECTION_BYTES * len(self._taken)
         remedy = self._unexplained.look(now, held, accounted, lambda: self._remote_bytes(now))
         if remedy in REMOTE_CUTS:
             count = self._cut(remedy, now, held - accounted)

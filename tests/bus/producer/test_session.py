@@ -496,3 +496,31 @@ def test_what_has_no_room_in_the_arena_is_a_frame() -> None:
         lay(session, name, values=2000 if name == "large" else 1)
     assert [entry.slot is None for entry in session.spool] == [False, True, False]
     assert session.as_frames == {"arena_full": 1}
+
+
+def test_a_reply_that_took_long_delays_what_is_sent_again() -> None:
+    session = opened(1)
+    send(session, 0.0)
+    asked = session.ask(RESEND_S)
+    took_s = 3 * RESEND_S
+    assert session.synced(ack(), asked, RESEND_S + took_s)[1] == []
+    moment = RESEND_S + 2 * took_s
+    assert session.synced(ack(), session.ask(moment), moment)[1] != []
+
+
+def test_a_registration_that_took_long_delays_what_is_sent_again() -> None:
+    session = opened(1)
+    session.registered(ack(epoch=2), 10.0, 4 * RESEND_S)
+    session.spool.send_all_again()
+    send(session, 10.0)
+    assert not session.must_ask(10.0 + 8 * RESEND_S, waiting=False)
+    assert session.must_ask(10.0 + 9 * RESEND_S, waiting=False)
+
+
+@pytest.mark.parametrize("wait", [Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW])
+def test_a_broker_that_reads_no_groups_gets_none_again(wait: Wait) -> None:
+    session = opened(1)
+    send(session, 0.0)
+    assert session.synced(ack(wait=wait), session.ask(RESEND_S), RESEND_S)[1] == []
+    (again,) = session.synced(ack(), session.ask(2 * RESEND_S), 2 * RESEND_S)[1]
+    assert again.header.seq == 1
