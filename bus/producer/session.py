@@ -149,7 +149,7 @@ class SessionState:
         self.number = self.epoch = 0
 
     def registered(self, ack: Ack, now: float, took_s: float = 0.0) -> list[SpoolEntry]:
-        """Begin or continue the session that the broker granted, in so many seconds; return the groups it already has."""
+        """Begin or continue the session, granted in so many seconds; return the groups that the broker already has."""
         if ack.session != self.number:
             self.spool.renumber()
             self.credit.restart(len(self.spool))

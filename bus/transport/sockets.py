@@ -45,8 +45,8 @@ TCP_HANDSHAKE_MS: Final = 120_000
 """The same by TCP, where a fleet may knock at once: the broker makes all handshakes side by side, some 800 for a second
 of a core. If they outlast the limit of either side, all are given up, none succeeds, and the fleet knocks again."""
 ARRIVALS_HWM: Final = 8
-"""Messages with groups in a pipe from a producer of another host, each up to 1 MiB by its own rule. The broker holds them
-beside its mark while it is busy; what finds no room waits with its producer."""
+"""Messages with groups in a pipe from a producer of another host, each up to 1 MiB by its own rule. The broker holds
+them beside its mark while it is busy; what finds no room waits with its producer."""
 REPLIES_HWM: Final = 32
 """Replies in a pipe to a client of another host: it asks for few things at once, and each may be a batch or a group. A
 client that reads nothing would else hold a thousand of them in the broker's memory."""

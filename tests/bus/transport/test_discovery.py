@@ -9,6 +9,7 @@ import pytest
 from tests.bus.consumer.test_round_trip import config, stamped
 
 from rolloutmq.bus.consumer.client import Consumer
+from rolloutmq.bus.encoding import codec
 from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport import discovery, sockets
@@ -18,10 +19,14 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.lives import Life
 from rolloutmq.schemas.wire.envelope import PolicyVersion
+from rolloutmq.schemas.wire.replies import InfoReply, RunInfo
 from rolloutmq.schemas.wire.requests import GetInfo
 from rolloutmq.services.broker.server import running_broker
 
 LIMIT_S = 60.0
+INFO = InfoReply(
+    epoch=9, info=RunInfo(), ingest="", events="", publish="", ports=(1, 2, 3), max_group_bytes=1
+)
 
 
 async def said(caplog: pytest.LogCaptureFixture, text: str) -> str:
@@ -165,6 +170,29 @@ async def test_a_loop_that_was_held_up_keeps_its_connection() -> None:
     await asyncio.wait({asking})
     await way.leave()
     mute.close(0)
+    context.term()
+
+
+async def test_an_answer_counts_however_late_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broker that a whole fleet asks at once needs longer than an attempt, and would never be reached."""
+    monkeypatch.setattr(discovery, "ATTEMPT_S", 0.05)
+    context = make_context(2)
+    slow = sockets.serve_router(context, 1 << 10)
+    address = sockets.bind_remote(slow, ["tcp://127.0.0.1:*"], "")
+    attempts = Attempts(address)
+    waiting = asyncio.create_task(reach(address, context, attempts))
+    async with asyncio.timeout(LIMIT_S):
+        while not slow.poll(0):  # noqa: ASYNC110 - it polls
+            await asyncio.sleep(0.001)
+        asked = slow.recv_multipart()
+        seen = attempts.count
+        while attempts.count < seen + discovery.ATTEMPTS_BY_TCP - 2:  # noqa: ASYNC110 - it polls
+            await asyncio.sleep(0.001)
+        slow.send_multipart([*asked[:3], codec.encode(INFO)])
+        client, reply = await waiting
+    assert reply.epoch == INFO.epoch
+    await client.close()
+    slow.close(0)
     context.term()
 
 

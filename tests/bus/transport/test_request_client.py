@@ -100,6 +100,28 @@ async def test_unanswered_request_is_sent_again(address: str) -> None:
     assert len(seen) == 3
 
 
+async def test_the_pauses_between_repetitions_double(address: str) -> None:
+    """A fleet that repeats at a fixed pace keeps an overloaded broker overloaded."""
+    with broker(address, lambda _: None) as seen:
+        async with BrokerClient(address) as client:
+            with pytest.raises(BrokerUnavailableError):
+                await client.request(GetInfo(), 1.0, 0.1)
+    assert 2 <= len(seen) <= 4
+
+
+async def test_patience_is_twice_the_last_wait(address: str) -> None:
+    answers = iter([None, [codec.encode(Ok())]])
+    with broker(address, lambda _: next(answers)):
+        async with BrokerClient(address) as client:
+            assert client.patience_s == 0.0
+            with pytest.raises(BrokerUnavailableError):
+                await client.request(GetInfo(), 0.2, 1.0)
+            assert client.patience_s == pytest.approx(0.4)
+            began = time.monotonic()
+            await client.request(GetInfo())
+            assert 0.0 < client.patience_s <= 2 * (time.monotonic() - began)
+
+
 async def test_each_of_several_requests_is_repeated_after_its_own_pause(address: str) -> None:
     def answer(request: Request) -> list[bytes] | None:
         return _echo_progress(request) if [r for r in seen if r == request][2:] else None

@@ -2,6 +2,7 @@ import pytest
 from msgspec.structs import replace
 from tests.services.broker.bench import TABLE, Bench, config
 
+from rolloutmq.bus.encoding import topics
 from rolloutmq.schemas.wire.control import WorkerBeat, WorkerState
 from rolloutmq.schemas.wire.envelope import ColumnSpec, ColumnTable, Dtype, ErrorCode, Split
 from rolloutmq.schemas.wire.replies import Ok, Registered
@@ -187,3 +188,19 @@ def test_a_group_that_is_known_by_its_id_gives_leave_to_begin_another() -> None:
     new.deliver(new.next(group_id="same", crc=5))
     bench.tick()
     assert new.sync().start_limit == before + 1
+
+
+def test_a_subscription_gets_the_acks_of_its_producer_or_of_all() -> None:
+    bench = Bench()
+    for name in ("p", "p-1", "q"):
+        bench.producer(name)
+    sessions = bench.core._state.sessions
+
+    def listening(topic: bytes) -> list[str]:
+        return sorted(session.producer for session in sessions.listening(topic))
+
+    assert listening(topics.ack("p")) == ["p"]
+    assert listening(topics.ack("nobody")) == []
+    assert listening(b"ack.p") == ["p", "p-1"]
+    assert listening(b"ack.") == listening(b"") == ["p", "p-1", "q"]
+    assert listening(b"ack.\xff/") == listening(b"step") == []

@@ -16,6 +16,7 @@ from rolloutmq.bus.transport.sockets import address_of
 from rolloutmq.schemas.wire.control import SetValues, ValuesSet
 from rolloutmq.services.broker.io import memory_guard
 from rolloutmq.services.broker.io.memory_guard import (
+    CONNECTION_BYTES,
     LONGEST_S,
     REMOTE_CUTS,
     REMOTE_SETTLE_S,
@@ -248,7 +249,9 @@ def test_the_peer_of_another_host_that_took_in_most_is_cut_and_others_are_spared
         assert _sent(greedy, pull, bytes(MIB)) == [bytes(MIB)]
         assert _sent(modest, pull, bytes(64)) == [bytes(64)]
         monitors = [one.get_monitor_socket(watched) for one in (local, modest, greedy)]
-        held[0] = MIB + 1
+        held[0] = MIB + 2 * CONNECTION_BYTES
+        assert it.check(it.due) is MemoryRemedy.NOTHING, "each connection has some memory of its own"
+        held[0] += 1
         assert it.check(it.due) is MemoryRemedy.CUT_SENDERS
         assert monitors[2].poll(LIMIT_MS), "the greedy one was not cut"
         assert _sent(greedy, pull, b"back") == [b"back"]
