@@ -206,7 +206,7 @@ class SessionState:
             return False  # all are under way, and not overdue
         if self._blocked_at is None:
             self._blocked_at = now
-        if now - self._blocked_at < self._pipe_s:
+        if now - self._blocked_at < max(self._pipe_s, 2 * self._slack_s):
             return False
         self._pipe_s = min(2 * self._pipe_s, PIPE_MAX_S)
         return True
@@ -221,7 +221,7 @@ class SessionState:
         self.credit.grant(ack)
         if self.arena is not None:
             self.arena.slots.release(ack.released)
-        accepted = self.spool.accepted(ack)
+        accepted = self.spool.accepted(ack, now)
         if accepted or not len(self.spool):
             self._blocked_at, self._pipe_s = None, PIPE_S
         if accepted:

@@ -4,6 +4,9 @@ Only an ack that covers its number removes a group. Groups are numbered from 1 i
 group is the number of bytes of the session up to its end. A group may be sent when its position is within the credit
 and its number within the broker's window. A sent group is overdue after `RESEND_S` without an ack: the producer syncs
 and resends what the broker still lacks. The pause doubles each time, because more messages do not help a slow broker.
+
+Groups arrive in their order. So where later ones are not accepted either, those that are under way count from the last
+one that was: a busy broker reads them one after the other.
 """
 
 import math
@@ -40,10 +43,11 @@ class SpoolEntry(msgspec.Struct, eq=False):
     ordinal: int = 0
     """Number among all groups of the spool, over all sessions."""
 
-    def overdue(self, now: float) -> bool:
-        """Whether it was sent so long ago that it may be lost."""
+    def overdue(self, now: float, accepted_at: float = -math.inf) -> bool:
+        """Whether it was sent so long ago that it may be lost, and so long after the last group that was accepted."""
         pause = min(RESEND_S * 2 ** (self.sends - 1), RESEND_MAX_S) if self.sends else 0.0
-        return self.sends > 0 and now - self.sent_at >= pause
+        since = max(self.sent_at, accepted_at) if self.sent_at > -math.inf else self.sent_at
+        return self.sends > 0 and now - since >= pause
 
 
 class Spool:
@@ -63,6 +67,10 @@ class Spool:
         """Number of groups that were ever in the spool, over all sessions."""
         self._entries: OrderedDict[int, SpoolEntry] = OrderedDict()
         self._unsent: deque[int] = deque()
+        self._highest = 0
+        """Highest number that is acked."""
+        self._accepted_at = -math.inf
+        """Time of the last ack of a group."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -129,7 +137,7 @@ class Spool:
             return False
         return all(seq in self._entries or seq in named for seq in range(ack.cumulative + 1, self.last + 1))
 
-    def accepted(self, ack: Ack) -> list[SpoolEntry]:
+    def accepted(self, ack: Ack, now: float = -math.inf) -> list[SpoolEntry]:
         """Remove and return the groups that an ack of this session covers. An outdated ack covers nothing."""
         self.cumulative = max(self.cumulative, ack.cumulative)
         first = next(iter(self._entries), self.last + 1)
@@ -139,6 +147,9 @@ class Spool:
         take = self._entries.pop
         entries = [entry for seq in covered if (entry := take(seq, None))]
         self.nbytes -= sum([entry.header.nbytes for entry in entries])
+        if entries:
+            self._accepted_at = now
+            self._highest = max(self._highest, entries[-1].header.seq)
         return entries
 
     def unsent(self, byte_limit: int) -> Iterator[SpoolEntry]:
@@ -174,12 +185,19 @@ class Spool:
 
     def overdue(self, now: float) -> bool:
         """Whether any sent group may be lost."""
-        return any(entry.overdue(now) for entry in self._entries.values())
+        return any(self._is_overdue(seq, entry, now) for seq, entry in self._entries.items())
+
+    def _is_overdue(self, seq: int, entry: SpoolEntry, now: float) -> bool:
+        return entry.overdue(now, self._accepted_at if seq > self._highest else -math.inf)
 
     def send_overdue_again(self, now: float) -> list[SpoolEntry]:
         """Queue overdue groups again and return them. The caller has just synced."""
         waiting = set(self._unsent)
-        again = [e for seq, e in self._entries.items() if seq not in waiting and e.overdue(now)]
+        again = [
+            entry
+            for seq, entry in self._entries.items()
+            if seq not in waiting and self._is_overdue(seq, entry, now)
+        ]
         self._unsent = deque(sorted(waiting | {entry.header.seq for entry in again}))
         return again
 
@@ -203,7 +221,7 @@ class Spool:
             entry.header = msgspec.structs.replace(entry.header, seq=seq, position=self.position)
         self._entries = OrderedDict((entry.header.seq, entry) for entry in entries)
         self.last = len(entries)
-        self.cumulative = 0
+        self.cumulative = self._highest = 0
         self.send_all_again()
 
 

@@ -81,10 +81,30 @@ def test_it_asks_when_a_group_is_overdue_although_acks_come() -> None:
     session.acked(ack(), RESEND_S)
     assert session.must_ask(RESEND_S, waiting=False)
     asked = session.ask(RESEND_S)
-    accepted, again = session.synced(ack(cumulative=1), asked, RESEND_S)
+    again = session.synced(ack(), asked, RESEND_S)[1]
+    assert [entry.header.seq for entry in again] == [1, 2]
+    assert send(session, RESEND_S) == [1, 2]
+
+
+def test_groups_behind_one_that_was_just_accepted_are_under_way() -> None:
+    session = opened(3)
+    send(session, 0.0)
+    accepted, again = session.synced(ack(cumulative=1), session.ask(RESEND_S), RESEND_S)
     assert [entry.header.seq for entry in accepted] == [1]
+    assert again == []
+    moment = 2 * RESEND_S + session._slack_s
+    assert session.must_ask(moment, waiting=False)
+    again = session.synced(ack(cumulative=1), session.ask(moment), moment)[1]
+    assert [entry.header.seq for entry in again] == [2, 3]
+
+
+def test_a_group_before_one_that_was_accepted_is_lost() -> None:
+    session = opened(3)
+    send(session, 0.0)
+    gap = ack(cumulative=1, gaps=bytes([1]))
+    accepted, again = session.synced(gap, session.ask(RESEND_S), RESEND_S)
+    assert [entry.header.seq for entry in accepted] == [1, 3]
     assert [entry.header.seq for entry in again] == [2]
-    assert send(session, RESEND_S) == [2]
 
 
 def test_who_is_heard_by_its_groups_need_not_say_that_it_lives() -> None:
@@ -114,7 +134,7 @@ def test_where_acks_take_long_groups_are_not_sent_again_soon() -> None:
     session.acked(ack(cumulative=1), late_s)
     assert not session.must_ask(late_s, waiting=False)
     assert session.synced(ack(cumulative=1), session.ask(late_s), late_s) == ([], [])
-    moment = RESEND_S + late_s * 2 - RESEND_S
+    moment = late_s + RESEND_S + late_s * 2 - RESEND_S
     assert session.must_ask(moment, waiting=False)
     again = session.synced(ack(cumulative=1), session.ask(moment), moment)[1]
     assert [entry.header.seq for entry in again] == [2]
@@ -124,7 +144,8 @@ def test_patience_with_slow_acks_has_an_end() -> None:
     session = opened(2)
     send(session, 0.0)
     session.acked(ack(cumulative=1), 60.0)
-    moment = 60.0
+    session.ask(60.0)
+    moment = 60.0 + RESEND_S + SLACK_MAX_S
     session.ask(moment)
     assert session.must_ask(moment + RESEND_S + SLACK_MAX_S, waiting=False)
     again = session.synced(ack(cumulative=1), session.ask(moment), moment)[1]
@@ -511,10 +532,10 @@ def test_a_reply_that_took_long_delays_what_is_sent_again() -> None:
 def test_a_registration_that_took_long_delays_what_is_sent_again() -> None:
     session = opened(1)
     session.registered(ack(epoch=2), 10.0, 4 * RESEND_S)
-    session.spool.send_all_again()
     send(session, 10.0)
-    assert not session.must_ask(10.0 + 8 * RESEND_S, waiting=False)
-    assert session.must_ask(10.0 + 9 * RESEND_S, waiting=False)
+    early, late = (10.0 + seconds * RESEND_S for seconds in (8, 9))
+    assert session.synced(ack(epoch=2), session.ask(early), early)[1] == []
+    assert session.synced(ack(epoch=2), session.ask(late), late)[1] != []
 
 
 @pytest.mark.parametrize("wait", [Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW])
