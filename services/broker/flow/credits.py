@@ -3,7 +3,8 @@
 `granted + queued + leased <= high_bytes`, always: a group is accepted only against a grant, and a grant is made only
 from room. Announced limits never fall. A grant whose producer is gone or idle is reclaimed when other producers need
 the room; if that producer sends after all, it gets room on the spot or is refused, and still has the group in its
-spool.
+spool. Among many producers the groups of each come seldom. So a producer is idle after several times of the usual pause
+between its groups, and unless a trainer starves, its grant is left to it until then.
 
 The windows of all live producers together leave half of the high-water mark to the queue, unless their groups are too
 large for that. A lane may have a mark of its own; it binds the lane's producers in the same way.
@@ -15,8 +16,8 @@ them. A trainer that waits for a batch while nothing is leased starves: then not
 granted at once, to those that send before those that are idle.
 
 A group may be larger than all before. A silent producer with a full window is allowed to send one, without room for it.
-If it does, the group is refused, and its size is known: room that comes free is kept for it (a claim), and the producer
-sends it again.
+If it does, the group is refused, and its size is known: room that comes free is kept for it (a claim). Until then the
+producer is told that there is no room, and then it sends the group again.
 
 The sums of granted bytes and rollouts are kept here, in one place: `charge`.
 """
@@ -40,7 +41,14 @@ from rolloutmq.services.broker.state.split_queue import GroupSums
 STALL_S: Final = 0.5
 """A producer with credit that sends nothing for this long may hold a group larger than its window."""
 IDLE_S: Final = 1.0
-"""A grant unused for this long may be reclaimed when another producer needs the room."""
+"""A grant unused for this long may be reclaimed when another producer needs the room, at the earliest."""
+IDLE_PAUSES: Final = 4
+"""Usual pauses between two groups of a producer without one, after which it is idle."""
+IDLE_MAX_S: Final = 20.0
+MANY: Final = 64
+"""Live producers from which on that counts. Among fewer each has a large part of the room, which goes round sooner."""
+RATED_S: Final = 2.0
+"""Time over which arrivals are counted for that pause."""
 CLAIM_S: Final = 2 * RESEND_MAX_S
 """Room is kept this long for a refused group: its producer sends it again in this time."""
 
@@ -103,6 +111,10 @@ class ByteCredits:
         self._windows = CreditWindows(config, self._live, self._of_lane)
         self.granted_bytes = 0
         self.granted_groups = 0
+        self._idle_s = IDLE_S
+        """Time without a group after which a producer is idle, unless a trainer starves."""
+        self._arrivals, self._rated_at = 0, 0.0
+        """Messages with groups since then."""
 
     def adopt(self, config: BrokerConfig, now: float) -> None:
         """Apply other marks: all grants are reclaimed, and made anew from the present room."""
@@ -236,6 +248,9 @@ class ByteCredits:
     def arrived(self, session: ProducerSession, now: float) -> None:
         """Update the grants after accepted groups."""
         session.accepted_at = now
+        self._arrivals += 1
+        if now - self._rated_at >= RATED_S:
+            self._rate(now)
         if self._windows.seen(session.lane.largest_bytes):
             self._excess = True
         self.charge(session)
@@ -243,6 +258,13 @@ class ByteCredits:
             self._grant_window(session, now, last=self.starved)
         else:
             self._credit_queue.pop(session.number, None)
+
+    def _rate(self, now: float) -> None:
+        """Set how long a producer may be silent, by the arrivals of late."""
+        pause_s = len(self._live) * (now - self._rated_at) / self._arrivals
+        is_known = self._rated_at and len(self._live) >= MANY
+        self._idle_s = min(max(IDLE_S, IDLE_PAUSES * pause_s), IDLE_MAX_S) if is_known else IDLE_S
+        self._arrivals, self._rated_at = 0, now
 
     def open_window(self, session: ProducerSession) -> int:
         """Return how many rollouts a session may have under way without pacing."""
@@ -347,6 +369,7 @@ class ByteCredits:
                 if need > self._claimable_room(session):
                     return
                 self._grant_bytes(session, need, now)
+                session.touch()
 
     def _serve_queue(self, now: float, *, last: bool) -> None:
         """Grant in the order of the queue: to draining and evaluating sessions first.
@@ -408,7 +431,8 @@ class ByteCredits:
 
     def _idle(self, session: ProducerSession, now: float) -> bool:
         """Return whether a session has a grant and has not used it for long."""
-        unused = now - session.accepted_at > IDLE_S and now - session.granted_at > IDLE_S
+        limit_s = IDLE_S if self.starved else self._idle_s
+        unused = now - session.accepted_at > limit_s and now - session.granted_at > limit_s
         queued = session.number in self._credit_queue or session.number in self._claims
         return unused and session.bytes_out > 0 and not queued
 
@@ -490,8 +514,10 @@ class ByteCredits:
         return bool(waits) and session.bytes_out < self._windows.due(session, queued=self.waits(session))
 
     def wait(self, session: ProducerSession) -> Wait:
-        """Return why the session may not send another group of usual size; NONE if it may."""
+        """Return why the session may not send another group of usual size, or a refused one again; NONE if it may."""
         lane = session.lane
+        if (claim := self._claims.get(session.number)) is not None and claim.need:
+            return Wait.GLOBAL_FULL
         if session.number not in self._credit_queue or session.bytes_out >= max(1, lane.usual_bytes):
             return Wait.NONE
         if not session.draining and lane.room <= 0 and lane.held_bytes * 2 >= lane.rule.high_bytes:

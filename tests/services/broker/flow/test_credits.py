@@ -10,7 +10,9 @@ from rolloutmq.schemas.wire.replies import Ack, Batch, Ok, Wait
 from rolloutmq.schemas.wire.requests import Goodbye, Release
 from rolloutmq.services.broker.batches.consumers import POLL_S
 from rolloutmq.services.broker.core import GRANT_S
+from rolloutmq.services.broker.flow import credits
 from rolloutmq.services.broker.flow.credit_windows import MUCH_LARGER, WINDOW_BYTES
+from rolloutmq.services.broker.flow.credits import IDLE_S
 
 HIGH = 10_000
 
@@ -491,3 +493,44 @@ def test_permits_of_a_producer_that_was_silent_are_no_way_past_the_mark_in_group
     for head in late[:2]:
         silent.deliver(head)
     assert silent.sync().cumulative == 2
+
+
+@pytest.mark.parametrize(("many", "idle_s"), [(4, 16.0), (64, IDLE_S)])
+def test_among_many_a_producer_is_idle_after_several_of_its_usual_pauses(
+    many: int, idle_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, its group was refused for want of room, and came again, as those of all others."""
+    monkeypatch.setattr(credits, "MANY", many)
+    bench = tight()
+    bench.consumer()
+    peers = [bench.producer(f"p-{number}") for number in range(8)]
+    for step in range(6):
+        for peer in peers:
+            bench.tick(0.5)
+            peer.send(nbytes=100, step=step)
+        bench.send_beat()
+        bench.train(step, 32)
+    assert bench.core._state.credits._idle_s == pytest.approx(idle_s, rel=0.3)
+
+
+def test_who_was_refused_for_want_of_room_is_told_so_until_there_is_some() -> None:
+    bench = tight()
+    bench.consumer()
+    idle, busy = (bench.producer(name) for name in ("idle", "busy"))
+    idle.send(nbytes=1000)
+    for _ in range(20):
+        while busy.position + 1000 <= busy.sync().byte_limit:
+            busy.send(nbytes=1000)
+        bench.tick(0.6)
+    session = bench.core._state.sessions.current("idle")
+    assert session is not None
+    while not bench.status().rejected_by_reason:
+        session.promised_bytes = session.window.nbytes + 2000  # promised once, and reclaimed
+        idle.send(nbytes=2000)
+    assert bench.status().rejected_by_reason == {"no_room": 1}
+    bench.tick(GRANT_S)
+    assert idle.sync().wait is Wait.GLOBAL_FULL
+    bench.train(0, 16)
+    bench.tick(GRANT_S)
+    bench.tick(GRANT_S)
+    assert idle.sync().wait is Wait.NONE
