@@ -234,11 +234,13 @@ class _Way:
         """Close the client, if there is one."""
         client, self._client, self._silent_s = self._client, None, 0.0
         asked, self._asked = self._asked, None
-        if asked is not None:
-            asked.cancel()
-            await asyncio.wait({asked})
-        if client is not None:
-            await client.close()
+        try:
+            if asked is not None:
+                asked.cancel()
+                await asyncio.wait({asked})
+        finally:
+            if client is not None:
+                await client.close()
 
     def take(self) -> BrokerClient:
         """Return the client, which the caller closes from now on."""

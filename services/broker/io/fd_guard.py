@@ -4,7 +4,8 @@ The socket library ends the whole process when it has no descriptor for a client
 waits, and the journal would find none either. Near the limit the socket files are therefore renamed: connected clients
 go on, and new ones find no file and retry until others have left. Unbinding would end every connection made through the
 address. Clients of other hosts are kept out earlier, at three quarters, to leave room for those of this host: a filter
-drops the packets of new connections before the library sees them, and the clients' systems send them again.
+drops the packets of new connections before the library sees them, and the clients' systems send them again. Those that
+came all at once, and have not said a word, are cut off then: a client speaks as soon as it is connected.
 """
 
 import ctypes
@@ -18,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from rolloutmq.services.broker.io.memory_guard import listeners
+from rolloutmq.services.broker.io.memory_guard import cut_silent, listeners
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,12 @@ CHECK_S: Final = 0.05
 """How often descriptors are counted while many are in use."""
 SELDOM_S: Final = 1.0
 """How often they are counted while few are in use."""
+CUT_S: Final = 1.0
+"""Least time between two cuts of silent connections; one looks at every descriptor."""
+SPREAD: Final = 1024
+"""How far the highest number of a descriptor may be above the count of all."""
+LOOKED_AT: Final = 1 << 16
+"""Most descriptors of a cut: 0.1 s in which nobody is served."""
 COME_PER_S: Final = 100_000
 """Most connections per second: one thread accepts and greets each of them."""
 NEAR_CHECK_S: Final = 0.004
@@ -55,11 +62,14 @@ class FdGuard:
         """When to check again, in monotonic seconds; infinite without ipc sockets or a limit."""
         ipc = [address for address in addresses if address.startswith("ipc://")]
         self._files = [Path(address.removeprefix("ipc://")) for address in ipc]
+        self._remote = [address for address in addresses if address.startswith("tcp://")]
         self._listeners = listeners(addresses)
+        self._cut_due = 0.0
         self._filtered = False
         self._hidden = False
         self._pulsing = False
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._limit = limit
         self._most = limit - min(RESERVE, limit // 4)
         self._logged_at = float("-inf")
         if not self._files or limit == resource.RLIM_INFINITY:
@@ -74,6 +84,9 @@ class FdGuard:
         self.due = now + (NEAR_CHECK_S if near else self._pause_s(used))
         if near != self._filtered:
             self._filter(near, used, now)
+        if near and self._remote and now >= self._cut_due:
+            self._cut_due = now + CUT_S
+            self._cut_silent(used)
         if used >= self._most and not self._hidden:
             self._note(used, now)
             self._move(hidden=True)
@@ -99,6 +112,11 @@ class FdGuard:
         for listener in self._listeners:
             listener.close()
         self._listeners.clear()
+
+    def _cut_silent(self, used: int) -> None:
+        """Cut off the connections by the listener from which no byte has come."""
+        if count := cut_silent(self._remote, min(used + SPREAD, self._limit, LOOKED_AT)):
+            logger.warning("descriptor limit reached, silent connections cut connections=%d", count)
 
     def _filter(self, filtered: bool, used: int, now: float) -> None:
         """Keep new clients of other hosts out, or let them in again."""

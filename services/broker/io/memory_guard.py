@@ -188,7 +188,7 @@ LOG_S: Final = 30.0
 
 _STATUS: Final = Path("/proc/self/status")
 
-_TAKEN: Final = 128
+_TAKEN_AT: Final = 128
 """Place of `tcpi_bytes_received` in the kernel's `tcp_info`."""
 
 _RESET: Final = struct.pack("ii", 1, 0)
@@ -315,9 +315,15 @@ def taken_by(addresses: Sequence[str]) -> dict[Peer, int]:
     for connection in _connections():
         with connection, suppress(OSError, struct.error):
             if _own_name(connection) in names and not _listens(connection):
-                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TAKEN + 8)
-                found[_peer(connection)] = struct.unpack_from("=Q", info, _TAKEN)[0]
+                found[_peer(connection)] = _taken(connection)
     return found
+
+
+def _taken(connection: socket.socket) -> int:
+    """Return the bytes that a TCP connection has taken in."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TAKEN_AT + 8)
+    taken: int = struct.unpack_from("=Q", info, _TAKEN_AT)[0]
+    return taken
 
 
 def held_bytes() -> int:
@@ -362,6 +368,34 @@ def cut(
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
                 connection.shutdown(socket.SHUT_RDWR)
                 count += 1
+    return count
+
+
+def cut_silent(addresses: Sequence[str], descriptors: int) -> int:
+    """Shut down the connections to TCP addresses from which no byte has come; return how many.
+
+    It needs no further descriptor: this process may have none. So the library may close one while it is looked at, and
+    open another under its number, which would be shut down if it is as silent.
+
+    Args:
+        addresses: Bound addresses.
+        descriptors: Look at the numbers below this one.
+    """
+    names = {_name(address) for address in addresses}
+    count = 0
+    for number in range(descriptors):
+        try:
+            connection = socket.socket(fileno=number)
+        except OSError:
+            continue
+        try:
+            with suppress(OSError, struct.error):
+                if _own_name(connection) in names and not _listens(connection) and not _taken(connection):
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                    connection.shutdown(socket.SHUT_RDWR)
+                    count += 1
+        finally:
+            connection.detach()
     return count
 
 

@@ -106,7 +106,7 @@ class Side:
         )
         found["counts"] = state.rejected, state.as_frames, state.ledger.report(), state.produced._buckets
         found["due"] = state.permits_due, state.permits.behind, len(state.permits._due)
-        found["hops"] = [group.order for group in state.hops.arrived]
+        found["hops"] = [group.order for group in state.hops._arrived]
         found["newest"] = {env: (group.order, frames) for env, (group, frames) in state.newest.items()}
         found["known"] = sorted(state.groups._present), state.groups.ended, state.groups.next_order
         found["tasks"] = state.tasks.counts()
