@@ -88,7 +88,10 @@ class BrokerClient:
         """Ends waits in vain. One for all of them, so that an answer has none to cancel."""
         self._looks_at = math.inf
         self.patience_s = 0.0
-        """Twice the time that the last answer took, or that the last request without one waited."""
+        """Twice the time that the last answer took beyond the first pause, or that the last request without one waited.
+
+        The first pause of a request that waits at the broker, such as a pull, is longer than that wait.
+        """
         self._open: tuple[Scope, Channel] | None = None
 
     async def __aenter__(self) -> Self:
@@ -156,8 +159,8 @@ class BrokerClient:
         return granted(reply, message), frames
 
     async def _asked(self, frames: list[bytes], timeout_s: float, resend_s: float) -> list[zmq.Frame]:
-        began = now = time.monotonic()
-        until = began + timeout_s
+        now = time.monotonic()
+        until, slow_from = now + timeout_s, now + resend_s
         answer = self._expect(frames[0])
         while not answer.done() and now < until:
             if self._open is None:
@@ -170,7 +173,7 @@ class BrokerClient:
                 resend_s = longer_resend_s(resend_s)
                 self._end_by(frames[0], now + patience_s)
                 if (received := await answer) is not None:
-                    self.patience_s = min(2 * (time.monotonic() - began), PATIENCE_MAX_S)
+                    self.patience_s = min(2 * max(0.0, time.monotonic() - slow_from), PATIENCE_MAX_S)
                     return received
                 answer = self._expect(frames[0])
             now = time.monotonic()

@@ -26,6 +26,7 @@ from rolloutmq.schemas.wire.envelope import ErrorCode, PolicyVersion
 from rolloutmq.schemas.wire.replies import ErrorReply, NoBatch, Ok, Reply, Wait
 from rolloutmq.schemas.wire.requests import ConsumerBeat, GetInfo, Request, Settle, Sync
 
+LIMIT_S = 60.0
 Answer = Callable[[Request], list[bytes] | None]
 """Frames behind the empty one, or None for silence."""
 
@@ -110,7 +111,7 @@ async def test_the_pauses_between_repetitions_double(address: str) -> None:
 
 
 async def test_patience_is_twice_the_last_wait(address: str) -> None:
-    answers = iter([None, [codec.encode(Ok())]])
+    answers = iter([None, None, [codec.encode(Ok())], [codec.encode(Ok())]])
     with broker(address, lambda _: next(answers)):
         async with BrokerClient(address) as client:
             assert client.patience_s == 0.0
@@ -118,8 +119,10 @@ async def test_patience_is_twice_the_last_wait(address: str) -> None:
                 await client.request(GetInfo(), 0.2, 1.0)
             assert client.patience_s == pytest.approx(0.4)
             began = time.monotonic()
-            await client.request(GetInfo())
-            assert 0.0 < client.patience_s <= 2 * (time.monotonic() - began)
+            await client.request(GetInfo(), LIMIT_S, 0.2)  # answered once it is repeated
+            assert 0.0 < client.patience_s <= 2 * (time.monotonic() - began - 0.2)
+            await client.request(GetInfo(), LIMIT_S, LIMIT_S)
+            assert client.patience_s == 0.0
 
 
 async def test_each_of_several_requests_is_repeated_after_its_own_pause(address: str) -> None:
