@@ -44,7 +44,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Attributes:
         life: Random name of the life.
         name: Name of the process, as in its spec.
-        env: Its environment, which tells its resources.
+        env: Its environment, or `PLACED` for an engine, which tells its resources.
         words: Arguments of `launch.service_process`, without the run directory: that is the host's own.
         program: What runs in place of that.
     """
@@ -74,7 +74,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the control law wants now, running workers included; it replaces the demand of before.
 
     Attributes:
-        workers: Number of workers, by environment.
+        workers: Number of workers, by environment, and of engines by `PLACED`.
         avoid: Ids of nodes that get no new process.
     """
 
@@ -155,6 +155,7 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
         lease_s: Silence of the run after which the host ends the process.
         term_grace_s: Time between SIGTERM and SIGKILL then.
         autoscale: The run asks the autoscaler of the cluster for nodes.
+        engine: It is an inference server: it gets a relay beside it, and the broker its heartbeats.
     """
 
     life: str
@@ -169,6 +170,7 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 60.0
     term_grace_s: float = 5.0
     autoscale: bool = False
+    engine: bool = False
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True):

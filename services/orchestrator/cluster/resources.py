@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rolloutmq.bus.engine_registry import PLACED
 from rolloutmq.schemas.config.run import RunConfig
 
 CPU = "CPU"
@@ -30,7 +31,9 @@ class Need:
 
 
 def need_of(config: RunConfig, env: str) -> Need:
-    """Return what a worker of an environment needs."""
+    """Return what a worker of an environment needs, or with `PLACED` an engine."""
+    if env == PLACED:
+        return Need(config.cluster.engine_cpus, config.cluster.engine_gpus)
     section = config.environment.get(env)
     return Need(config.cluster.worker_cpus, float(section.gpus) if section is not None else 0.0)
 

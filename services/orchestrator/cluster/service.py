@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
+from rolloutmq.bus.engine_registry import PLACED
 from rolloutmq.bus.files import private_file, read_regular
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run
@@ -83,7 +84,10 @@ class ClusterService:
         self._clients: set[asyncio.StreamWriter] = set()
         self._unwritten = LogThrottle()
         self._thread = ThreadPoolExecutor(1, "cluster")
-        self._key = read_regular(layout.cluster_key) if layout.cluster_key.exists() else b""
+        self._key, self._engine_key = (
+            read_regular(file) if file.exists() else b""
+            for file in (layout.cluster_key, layout.cluster_engine_key)
+        )
 
     async def run(self, stop: Stop) -> None:
         """Serve until `stop`; then end every life and return.
@@ -174,10 +178,11 @@ class ClusterService:
             run=self._config.run.name,
             version=own_version(),
             addresses=(reached_at(self._config),),
-            key=self._key,
+            key=self._engine_key if order.env == PLACED else self._key,
             lease_s=self._config.cluster.lease_s,
             term_grace_s=self._config.orchestrator.term_grace_s,
             autoscale=self._config.cluster.autoscale,
+            engine=order.env == PLACED,
         )
         await self._call(backend.start, told, need_of(self._config, order.env), self._capacity.avoid)
         await self._call(backend.look, order.life, 0)

@@ -175,6 +175,16 @@ class Run:
         file = self.layout.workers
         return {one["name"]: one["pid"] for one in json.loads(file.read_text())} if file.exists() else {}
 
+    def engines(self) -> dict[str, int]:
+        """Return the pid of each engine beyond the first, 0 while it has none."""
+        file = self.layout.engines
+        return {one["name"]: one["pid"] for one in json.loads(file.read_text())} if file.exists() else {}
+
+    def engine_node(self, engine: str) -> str:
+        """Return the node of an engine; empty while it has no process."""
+        found = (one for one in self.supervision().engine_lives if one.worker == engine and one.pid)
+        return next((one.node for one in found), "")
+
     def supervision(self) -> Supervision:
         """Return the report of the orchestrator."""
         return msgspec.json.decode(self.layout.supervision.read_bytes(), type=Supervision)
