@@ -115,8 +115,8 @@ class ClusterConfig(Section):
     worker_cpus: NonNegativeFloat = 1.0
     """CPUs that the cluster reserves for each worker."""
     place_engines: bool = True
-    """The cluster also runs the engines beyond the first, each with a relay of the weights. The run then has the weights
-    backend `stream`, and needs the extra `cluster`. False: this host runs all engines."""
+    """The cluster also runs the engines beyond the first, each with a relay of the weights. The run then has the
+    weights backend `stream`, and needs the extra `cluster`. False: this host runs all engines."""
     engine_cpus: NonNegativeFloat = 1.0
     """CPUs for each engine beyond the first, with its relay, on the cluster."""
     engine_gpus: NonNegativeFloat = 0.0
