@@ -122,7 +122,9 @@ class ClusterManager:
 
     def refusal(self) -> str:
         """Return why no engine may be ordered now; empty if one may."""
-        if self._remote.nodes is None or self._room(self._waiting()).take(self._needs[PLACED]):
+        if self._remote.nodes is None:
+            return f"{NO_ROOM}: the nodes of the cluster are not known yet"
+        if self._room(self._waiting()).take(self._needs[PLACED]):
             return ""
         cordoned = self._cordoned()
         nodes = [node.total for node in self._remote.nodes if node.id not in cordoned]

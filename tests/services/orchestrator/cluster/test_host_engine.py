@@ -1,5 +1,6 @@
 """An engine on a host of a cluster: its relay, its address for the workers of every host, and its end."""
 
+import os
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -122,6 +123,7 @@ def test_the_directory_goes_with_the_weights_in_shared_memory(tmp_path: Path) ->
     made, layout = segment_file.create("weights", 4096), RunLayout(tmp_path / "life" / "run")
     layout.root.mkdir(parents=True)
     segment_file.write_address(layout.weights, made)
+    os.close(made.fd)
     assert made.path.exists()
     remove_directory(tmp_path / "life")
     assert not made.path.exists()

@@ -121,13 +121,17 @@ async def test_a_full_cluster_says_which_engine_is_missing(run_dir: Path) -> Non
     tree["cluster"] |= {"engine_cpus": 4.0}
     settings = RunConfig.model_validate(tree)
     service = asyncio.create_task(ClusterService(settings, layout, TOKEN, lambda: cluster).run(stop))
+    stopping = Stop()
     told = "no_room: the cluster has no room for another engine: it needs 4 CPU; the largest node has 2 CPU"
     async with broker(layout):
-        running = asyncio.create_task(Orchestrator(settings, layout, TOKEN).run(stop))
+        running = asyncio.create_task(Orchestrator(settings, layout, TOKEN).run(stopping))
         try:
             await until(lambda: limits(layout).get("inference") == told)
             await until(lambda: ({"1 CPU": 1, "4 CPU": 1}, ()) in cluster.requests)
+            assert not cluster.life_of("inference.cluster-1")
         finally:
+            stopping.request("the test is over")
+            await asyncio.wait({running})
             stop.request("the test is over")
-            await asyncio.wait({running, service})
+            await asyncio.wait({service})
     running.result()

@@ -198,7 +198,7 @@ def test_places_are_those_of_workers_with_a_node(cluster: Cluster) -> None:
 
 
 def test_an_engine_is_ordered_if_a_node_has_room_for_it(cluster: Cluster) -> None:
-    assert cluster.manager.refusal() == "", "the nodes are not known yet"
+    assert cluster.manager.refusal() == "no_room: the nodes of the cluster are not known yet"
     cluster.free(2.0, 1.0)
     assert cluster.manager.refusal() == ""
     cluster.start("inference.cluster-1", age_s=0.0)
