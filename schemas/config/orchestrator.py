@@ -121,6 +121,11 @@ class ClusterConfig(Section):
     """CPUs for each engine beyond the first, with its relay, on the cluster."""
     engine_gpus: NonNegativeFloat = 0.0
     """GPUs for each engine beyond the first on the cluster; a part of one, such as 0.5, is allowed."""
+    reserve_cpus: NonNegativeFloat = 0.0
+    """CPUs of this host that the cluster keeps for the run's own processes here, such as the trainer. 0: none."""
+    reserve_gpus: NonNegativeFloat = 0.0
+    """GPUs of this host that the cluster keeps for the trainer and the first engine. They see these alone, by
+    `CUDA_VISIBLE_DEVICES`."""
     placement_timeout_s: PositiveFloat = 60.0
     """Longest wait of a process for a node. After it the process counts as crashed, and the reason names the missing
     resources."""
@@ -132,7 +137,12 @@ class ClusterConfig(Section):
     host: str = ""
     """Address of this host for the nodes of the cluster. Empty: the one that Ray uses."""
 
-    @field_validator("engine_gpus")
+    @property
+    def reserves(self) -> bool:
+        """Whether the cluster keeps something of this host."""
+        return self.engine != "local" and self.reserve_cpus + self.reserve_gpus > 0.0
+
+    @field_validator("engine_gpus", "reserve_gpus")
     @classmethod
     def _part_or_whole(cls, gpus: float) -> float:
         if gpus > 1.0 and not gpus.is_integer():

@@ -101,3 +101,4 @@ def test_a_cluster_has_a_service_if_it_places_something() -> None:
     assert Role.CLUSTER in roles(cluster={"engine": "ray"}, **engines)
     assert Role.CLUSTER not in roles(cluster={"engine": "ray", "place_engines": False}, **engines)
     assert Role.CLUSTER not in roles(**engines)
+    assert Role.CLUSTER in roles(cluster={"engine": "ray", "reserve_gpus": 1}, environment={})

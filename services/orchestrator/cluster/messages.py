@@ -16,6 +16,8 @@ import msgspec
 
 from rolloutmq.schemas.errors import MalformedError
 
+RESERVATION: Final = "reservation"
+"""Name of the life that holds resources of the run's own host: no process of the run has it."""
 FRAME_LIMIT_BYTES: Final = 8 << 20
 """Largest frame: the states of ten thousand lives."""
 LOG_PART_BYTES: Final = 64 << 10
@@ -187,6 +189,31 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     output: bytes = b""
     more: bool = False
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cluster is to keep of this host.
+
+    Attributes:
+        namespace, token: Names of the run on the cluster.
+        cpus, gpus: What to keep.
+        lease_s: Silence of the run after which it is given back.
+        timeout_s: Longest wait for others to leave it.
+    """
+
+    namespace: str
+    token: str
+    cpus: float
+    gpus: float
+    lease_s: float
+    timeout_s: float
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What was kept: the ids of the GPUs; or why it could not be."""
+
+    problem: str = ""
+    gpus: tuple[str, ...] = ()
 
 
 _ORDERS: Final = msgspec.msgpack.Decoder(Order)

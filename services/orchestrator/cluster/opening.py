@@ -4,8 +4,10 @@ What the user has configured stays. The run's own key directory is in its run di
 workers, and that of its engines: the cluster runs them for one user, and they are revoked with the end of the run.
 """
 
+import hashlib
 import importlib.util
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Iterator
@@ -30,7 +32,8 @@ from rolloutmq.schemas.errors import (
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.address import LISTEN_PORTS, host_and_port, is_loopback, listen_of
 from rolloutmq.schemas.network.keys import Role
-from rolloutmq.services.orchestrator.cluster.probe import Probe, probe
+from rolloutmq.services.orchestrator.cluster.messages import Hold
+from rolloutmq.services.orchestrator.cluster.probe import Probe, hold, probe
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +102,43 @@ def opened(config: RunConfig, layout: RunLayout, token: str, found: Probe | None
                 write_secret(file, keys_of_run.new(name, role, ca=_authority(config)))
     logger.info("nodes reach the run at address=%s", reached_at(config))
     return config
+
+
+def reserved(config: RunConfig, layout: RunLayout, token: str) -> tuple[str, ...]:
+    """Have the cluster keep the reserved part of this host for the run; return the ids of its GPUs.
+
+    Blocks for seconds, and at most for `cluster.placement_timeout_s` more while others use it. The cluster service then
+    renews the lease, and gives the part back at the end of the run.
+
+    Raises:
+        ConfigError: The host has not so much, or others do not leave it in time.
+        MissingError: The cluster does not answer.
+    """
+    own = config.cluster
+    if not own.reserves:
+        return ()
+    found = hold(
+        own.address,
+        Hold(
+            namespace=namespace_of(layout),
+            token=token,
+            cpus=own.reserve_cpus,
+            gpus=own.reserve_gpus,
+            lease_s=own.lease_s,
+            timeout_s=own.placement_timeout_s,
+        ),
+    )
+    if found.problem:
+        key, _, problem = found.problem.partition(": ")
+        raise ConfigError(key, problem)
+    logger.info("the cluster keeps of this host cpus=%g gpus=%s", own.reserve_cpus, ",".join(found.gpus))
+    return found.gpus
+
+
+def namespace_of(layout: RunLayout) -> str:
+    """Return the name of a run directory on a cluster: the same after a resume, and of no other directory."""
+    place = f"{socket.gethostname()}:{os.geteuid()}:{layout.root.resolve()}"
+    return f"rolloutmq-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
 
 def reached_at(config: RunConfig) -> str:

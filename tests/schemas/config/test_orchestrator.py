@@ -15,3 +15,9 @@ def test_an_engine_has_a_part_of_a_gpu_or_whole_ones(gpus: float) -> None:
 def test_no_cluster_gives_other_numbers_of_gpus(gpus: float) -> None:
     with pytest.raises(ValidationError, match="engine_gpus"):
         ClusterConfig(engine_gpus=gpus)
+
+
+def test_only_a_cluster_keeps_a_part_of_this_host() -> None:
+    assert ClusterConfig(engine="ray", reserve_gpus=1).reserves
+    assert not ClusterConfig(reserve_gpus=1).reserves
+    assert not ClusterConfig(engine="ray").reserves

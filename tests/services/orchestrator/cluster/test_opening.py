@@ -8,11 +8,14 @@ import pytest
 from rolloutmq.bus.transport.keys.bundle import load_bundle
 from rolloutmq.bus.transport.keys.certificates import CA, make_certificate
 from rolloutmq.bus.transport.keys.directory import KeyDirectory
+from rolloutmq.schemas.config.orchestrator import ClusterConfig
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError, PackageMissingError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.keys import Role
-from rolloutmq.services.orchestrator.cluster.opening import closed, opened, reached_at
+from rolloutmq.services.orchestrator.cluster import opening
+from rolloutmq.services.orchestrator.cluster.messages import Held, Hold
+from rolloutmq.services.orchestrator.cluster.opening import closed, namespace_of, opened, reached_at, reserved
 from rolloutmq.services.orchestrator.cluster.probe import Probe
 
 FOUND = Probe(host="10.0.0.1")
@@ -123,3 +126,37 @@ def test_without_the_cipher_nothing_is_started(
         match=r"cryptography is missing: .*rolloutmq\[cluster\].*cluster\.place_engines = false",
     ):
         opened(engines(tmp_path), layout, "a", FOUND)
+
+
+def reserving(tmp_path: Path) -> RunConfig:
+    return config(tmp_path).model_copy(
+        update={"cluster": ClusterConfig(engine="ray", address="a:1", reserve_cpus=2, reserve_gpus=0.5)}
+    )
+
+
+def test_the_cluster_keeps_the_reserved_part_of_this_host(
+    tmp_path: Path, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, Hold]] = []
+
+    def hold(address: str, wanted: Hold) -> Held:
+        asked.append((address, wanted))
+        return Held(gpus=("3",))
+
+    monkeypatch.setattr(opening, "hold", hold)
+    assert reserved(reserving(tmp_path), layout, "token") == ("3",)
+    namespace = namespace_of(layout)
+    wanted = Hold(namespace=namespace, token="token", cpus=2, gpus=0.5, lease_s=60, timeout_s=60)
+    assert asked == [("a:1", wanted)]
+    assert reserved(RunConfig(), layout, "token") == ()
+    assert len(asked) == 1
+
+
+def test_what_this_host_has_not_is_told(
+    tmp_path: Path, layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = "cluster.reserve_cpus: 2 CPU are too much for this host, a node of 1 CPU"
+    monkeypatch.setattr(opening, "hold", lambda *_: Held(problem=problem))
+    with pytest.raises(ConfigError) as refused:
+        reserved(reserving(tmp_path), layout, "token")
+    assert str(refused.value) == problem
