@@ -1,9 +1,10 @@
 """The registry of engines: the inference servers of a run. They share one copy of the weights.
 
 The first engine is called `inference`, further ones `inference-1`, `inference-2`, .... Engines of other hosts are
-called `inference.NAME`; the broker writes their files by their heartbeats. Each other engine replaces its own address
-file in the run directory once a second. An engine with an unchanged file is dead or hangs. Readers measure that
-with their own monotonic clock, so wall clocks do not matter.
+called `inference.NAME`; the broker writes their files by their heartbeats. Those that a cluster runs for the
+orchestrator are called `inference.cluster-1`, `inference.cluster-2`, .... Each other engine replaces its own address
+file in the run directory once a second. An engine with an unchanged file is dead or hangs. Readers measure that with
+their own monotonic clock, so wall clocks do not matter.
 """
 
 import hashlib
@@ -25,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 FIRST: Final = "inference"
 """Name of the first engine, and of all of them in `rolloutmq scale inference N`."""
+PLACED: Final = f"{FIRST}.cluster"
+"""Beginning of the name of an engine that a cluster runs. No engine that joins has a `-` in its name."""
 BEAT_S: Final = 1.0
 """Interval at which an engine publishes its address and load."""
 SILENT_S: Final = 5.0
@@ -36,6 +39,11 @@ _OTHER: Final = re.compile(rf"{FIRST}\.[A-Za-z0-9][A-Za-z0-9_-]{{0,47}}")
 def engine_name(number: int) -> str:
     """Return the name of an engine; the first has the number 0."""
     return f"{FIRST}-{number}" if number else FIRST
+
+
+def placed_name(number: int) -> str:
+    """Return the name of an engine that a cluster runs; the first of them has the number 1."""
+    return f"{PLACED}-{number}"
 
 
 def engine_number(name: str) -> int:

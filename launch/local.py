@@ -53,7 +53,7 @@ from rolloutmq.services.monitor.live.top import LiveView, PlainView, make_view, 
 from rolloutmq.services.monitor.probes.broker_watch import BrokerWatch, keep_asking
 from rolloutmq.services.monitor.probes.probe_files import ProbeFiles, keep_probes
 from rolloutmq.services.monitor.text.exit_codes import reader_may_leave
-from rolloutmq.services.orchestrator.cluster.opening import closed, looked_at, opened
+from rolloutmq.services.orchestrator.cluster.opening import closed, looked_at, opened, reserved
 from rolloutmq.services.orchestrator.supervision.core import (
     KILL_LADDER,
     OVER,
@@ -149,6 +149,8 @@ def up(config: RunConfig, options: UpOptions) -> int:
             write_json(layout.hub, found.sources)
         config = opened(config, layout, token, cluster)
         ending.callback(closed, config, layout, token)
+        if gpus := reserved(config, layout, token):
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # for trainer and first engine
         config = with_own_token(config, layout)
         write_json(layout.config, config)
         with (

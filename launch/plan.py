@@ -49,7 +49,8 @@ def plan(config: RunConfig, layout: RunLayout, python: str) -> list[ProcessSpec]
         roles.append(Role.GATEWAY)
     if config.orchestrator.enabled and (config.environment or config.inference.max_engines > 1):
         roles.append(Role.ORCHESTRATOR)
-    if config.cluster.engine != "local" and config.environment:
+    places = bool(config.environment) or config.places_engines or config.cluster.reserves
+    if config.cluster.engine != "local" and places:
         roles.append(Role.CLUSTER)
     further = [_rank(number, layout, python) for number in range(1, config.trainer.ranks)]
     services = [_service(role, layout, python) for role in roles]

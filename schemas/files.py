@@ -95,6 +95,7 @@ class RunLayout:
         self.teacher = root / "teacher.json"
         self.connection = root / "connection.json"
         self.cluster_key = root / "cluster.key"
+        self.cluster_engine_key = root / "cluster-engine.key"
         self.http_token = root / "http_token"
         self.http_tokens = root / "http_tokens.json"
         self.http_refused = root / "http_refused.json"
@@ -545,18 +546,19 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     """Host of its process, if a cluster has found one."""
     node: str = ""
-    """Id of its node on the cluster; empty for a worker of the run's own host, and while none is found."""
+    """Id of its node on the cluster; empty for a process of the run's own host, and while none is found."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A node of the cluster on which workers may run.
+    """A node of the cluster on which processes of the run may be.
 
     Attributes:
         node: Its id on the cluster.
         host: Its host.
         total, free: CPUs and GPUs, and what nobody uses of them.
         workers: Workers of this run on it.
-        cordoned: Why it gets no new workers and loses those that it has; empty if it is in use.
+        engines: Inference servers of this run on it.
+        cordoned: Why it gets no new processes and loses those that it has; empty if it is in use.
         order: Number of the operators' last order for it, which was carried out.
     """
 
@@ -565,6 +567,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     total: dict[str, float] = {}
     free: dict[str, float] = {}
     workers: tuple[str, ...] = ()
+    engines: tuple[str, ...] = ()
     cordoned: str = ""
     order: int = 0
 
@@ -618,9 +621,10 @@ class Supervision(msgspec.Struct, frozen=True, kw_only=True):
     """The inference servers beyond the first, except those that ended in order."""
     workers: tuple[WorkerRecord, ...] = ()
     nodes: tuple[NodeRecord, ...] = ()
-    """The nodes of the cluster on which the workers run."""
+    """The nodes of the cluster."""
     limits: dict[str, str] = {}
-    """Why an environment has fewer workers than it wants, where the cluster has no room."""
+    """Why an environment has fewer workers than it wants, or the run fewer engines (`inference`), where the cluster has
+    no room."""
     environments: tuple[EnvironmentRecord, ...] = ()
     """What is known of the workers of each environment."""
     settings: dict[str, bool | int | float | str] = {}

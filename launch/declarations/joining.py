@@ -79,7 +79,7 @@ def join_engine(
 ) -> None:
     """Serve the policy of a run of another host."""
     from rolloutmq.launch.commands.remote import programs
-    from rolloutmq.launch.commands.remote.engine_beats import Served
+    from rolloutmq.launch.commands.remote.served import Served
 
     joined = connection(required(connect, "--connect"), key, "EngineBeat")
     way = programs.Way(joined, run_dir, grace, name, probe_dir)

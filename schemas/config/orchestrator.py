@@ -2,7 +2,7 @@
 
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from rolloutmq.schemas.config.base import MIB, PROCESSES_LIMIT, Fraction, Section
 
@@ -101,7 +101,7 @@ class OrchestratorConfig(Section):
 
 
 class ClusterConfig(Section):
-    """`[cluster]`: the workers run on this host, or where a cluster finds room.
+    """`[cluster]`: workers and further engines run on this host, or where a cluster finds room.
 
     `docs/clusters.md` describes a run on Ray.
     """
@@ -114,16 +114,40 @@ class ClusterConfig(Section):
     """Address of the cluster, such as `10.0.0.1:6379`. Empty: the cluster of this host."""
     worker_cpus: NonNegativeFloat = 1.0
     """CPUs that the cluster reserves for each worker."""
+    place_engines: bool = True
+    """The cluster also runs the engines beyond the first, each with a relay of the weights. The run then has the
+    weights backend `stream`, and needs the extra `cluster`. False: this host runs all engines."""
+    engine_cpus: NonNegativeFloat = 1.0
+    """CPUs for each engine beyond the first, with its relay, on the cluster."""
+    engine_gpus: NonNegativeFloat = 0.0
+    """GPUs for each engine beyond the first on the cluster; a part of one, such as 0.5, is allowed."""
+    reserve_cpus: NonNegativeFloat = 0.0
+    """CPUs of this host that the cluster keeps for the run's own processes here, such as the trainer. 0: none."""
+    reserve_gpus: NonNegativeFloat = 0.0
+    """GPUs of this host that the cluster keeps for the trainer and the first engine. They see these alone, by
+    `CUDA_VISIBLE_DEVICES`."""
     placement_timeout_s: PositiveFloat = 60.0
-    """Longest wait of a worker for a node. After it the worker counts as crashed, and the reason names the missing
+    """Longest wait of a process for a node. After it the process counts as crashed, and the reason names the missing
     resources."""
     autoscale: bool = True
-    """Ask Ray's autoscaler for room for the workers that the run wants. A cluster keeps one such request: of two runs
-    the last one counts."""
+    """Ask Ray's autoscaler for room for the workers and engines that the run wants. A cluster keeps one such request:
+    of two runs the last one counts."""
     lease_s: Annotated[float, Field(ge=LEASE_LEAST_S)] = 60.0
-    """After this silence of the run a node ends its workers."""
+    """After this silence of the run a node ends its processes."""
     host: str = ""
     """Address of this host for the nodes of the cluster. Empty: the one that Ray uses."""
+
+    @property
+    def reserves(self) -> bool:
+        """Whether the cluster keeps something of this host."""
+        return self.engine != "local" and self.reserve_cpus + self.reserve_gpus > 0.0
+
+    @field_validator("engine_gpus", "reserve_gpus")
+    @classmethod
+    def _part_or_whole(cls, gpus: float) -> float:
+        if gpus > 1.0 and not gpus.is_integer():
+            raise ValueError(f"must be a part of one GPU, or a whole number (got {gpus:g})")
+        return gpus
 
 
 class HardwareConfig(Section):

@@ -217,6 +217,10 @@ class RunConfig(Section):
                 "environment.inference: reserved name, it means the engines in `rolloutmq scale inference N`; "
                 "rename the environment"
             )
+        if "inference.cluster" in self.environment:
+            raise ValueError(
+                "environment.inference.cluster: reserved name, it means engines on a cluster; rename the environment"
+            )
         if self.inference.max_engines > 1 and not self.orchestrator.enabled:
             raise ValueError(
                 f"inference.max_engines: must be 1 without the orchestrator (got {self.inference.max_engines}); "
@@ -464,7 +468,20 @@ class RunConfig(Section):
                 "orchestrator.enabled: must be true, because it places the workers on the cluster "
                 '(got false); remove it, or set cluster.engine = "local"'
             )
+        backend = self.weights.backend
+        if self.places_engines and backend not in {"posix_shm", "stream"}:
+            raise ValueError(
+                f"weights.backend: must be posix_shm or stream where the cluster runs engines (got {backend}), because "
+                "a relay sends the weights to their nodes; change it, or keep all engines on this host with "
+                "cluster.place_engines = false"
+            )
         return self
+
+    @property
+    def places_engines(self) -> bool:
+        """Whether a cluster runs the engines beyond the first."""
+        own = self.cluster
+        return own.engine != "local" and own.place_engines and self.inference.max_engines > 1
 
     @model_validator(mode="after")
     def _leave_workers_to_others(self) -> Self:

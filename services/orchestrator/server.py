@@ -37,10 +37,10 @@ from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BO
 from rolloutmq.services.orchestrator.autoscaling.decision_log import DecisionLog, resume
 from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts, WorkerRoom
 from rolloutmq.services.orchestrator.bus_client import BusClient
-from rolloutmq.services.orchestrator.cluster.capacity.manager import ClusterManager
+from rolloutmq.services.orchestrator.cluster.capacity.manager import ClusterManager, Fleet
 from rolloutmq.services.orchestrator.cluster.capacity.room import NO_ROOM
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcesses
-from rolloutmq.services.orchestrator.engines.pool import EnginePool
+from rolloutmq.services.orchestrator.engines.pool import EnginePool, Placement
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound
 from rolloutmq.services.orchestrator.gpus.manager import GpuManager
 from rolloutmq.services.orchestrator.live_bounds import LiveBounds
@@ -150,7 +150,8 @@ class Orchestrator:
             spawner=self._remote,
         )
         self._engines = EnginePool(
-            config, layout, token, self._client.publish, engine_command, lambda _: self._write_soon()
+            *(config, layout, token, self._client.publish, engine_command, lambda _: self._write_soon()),
+            placement=self._placement(config),
         )
         self._drain_ladders = {
             name: _ladder(limits, limits.drain_s(env.rollout_timeout_s))
@@ -172,6 +173,11 @@ class Orchestrator:
         self._waiting_said = time.monotonic() - WAITING_SAID_S + WAITING_FIRST_S
         self._has_taken_over = False
         self._scaling: Autoscaler
+
+    def _placement(self, config: RunConfig) -> Placement | None:
+        if self._remote is None or self._cluster is None or not config.places_engines:
+            return None
+        return Placement(self._remote, self._cluster.refusal)
 
     def kill(self) -> None:
         """Kill all workers and engines now, after a second signal."""
@@ -209,6 +215,7 @@ class Orchestrator:
                         reason = f"the orchestrator ends: {stop.reason or 'it failed'}"
                         await self._end_joined(reason)
                         await self._workers.stop(self._workers.views(), self._end_ladder, reason)
+                        await self._engines.stop()  # while there is a connection to the cluster
                         ending.cancel()
                         beating.cancel()
                         self._state.write(self._workers, over=True)
@@ -354,11 +361,16 @@ class Orchestrator:
         if self._cluster is not None:
             pressure = self._client.pressure
             orders = None if pressure is None else pressure.gpu_orders
-            self._cluster.attend(self._workers, orders, self._drain_ladder)
-            self._cluster.wants({scale.env: scale.asked(NO_ROOM) for scale in self._scaling.scales})
+            engines = self._engines
+            fleets = Fleet(self._workers, self._drain_ladder), Fleet(engines.processes, engines.ladder)
+            self._cluster.attend(fleets, orders)
+            further = engines.target.target - 1 if engines.is_placed and engines.target is not None else 0
+            self._cluster.wants(
+                {scale.env: scale.asked(NO_ROOM) for scale in self._scaling.scales}, engines=further
+            )
             limits = {
                 scale.env: scale.limit for scale in self._scaling.scales if scale.decision.bound == NO_ROOM
-            }
+            } | ({FIRST: engines.no_room} if engines.no_room else {})
             self._state.placed(self._cluster.records(), self._cluster.places(), limits)
 
     def _drain_ladder(self, name: str) -> Ladder:

@@ -93,3 +93,12 @@ def test_further_ranks_of_the_trainer_are_processes_of_their_own() -> None:
 def test_a_stream_of_weights_has_a_relay() -> None:
     assert roles(weights={"backend": "stream"}).count(Role.RELAY) == 1
     assert Role.RELAY not in roles()
+
+
+def test_a_cluster_has_a_service_if_it_places_something() -> None:
+    engines = {"inference": {"max_engines": 2}, "environment": {}}
+    assert Role.CLUSTER in roles(cluster={"engine": "ray"})
+    assert Role.CLUSTER in roles(cluster={"engine": "ray"}, **engines)
+    assert Role.CLUSTER not in roles(cluster={"engine": "ray", "place_engines": False}, **engines)
+    assert Role.CLUSTER not in roles(**engines)
+    assert Role.CLUSTER in roles(cluster={"engine": "ray", "reserve_gpus": 1}, environment={})

@@ -82,11 +82,7 @@ class RunCopy:
             write_json(self.layout.identity, RunIdentity(run_id=run_id))
 
     def _drop(self) -> None:
-        for address in (self.layout.weights, self.layout.stage):
-            with suppress(msgspec.DecodeError):
-                if (found := read_json(address, WeightsAddress)) is not None:
-                    remove_named(found)
-            address.unlink(missing_ok=True)
+        remove_weights(self.layout)
         left = [path for _, path in engine_files(self.layout)]
         for path in (*left, self.layout.relay, *(self.layout.model / name for name in SHARED_FILES)):
             path.unlink(missing_ok=True)
@@ -214,6 +210,15 @@ class RunCopy:
             self._written[path.name] = mark, now
             return False
         return now - at > SILENT_S
+
+
+def remove_weights(layout: RunLayout) -> None:
+    """Remove the weights that a relay has left in a directory. It must have ended; an engine keeps what it maps."""
+    for address in (layout.weights, layout.stage):
+        with suppress(msgspec.DecodeError):
+            if (found := read_json(address, WeightsAddress)) is not None:
+                remove_named(found)
+        address.unlink(missing_ok=True)
 
 
 def _is_newer(known: InferenceAddress, told: EngineState, url: str) -> bool:

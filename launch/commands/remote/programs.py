@@ -12,12 +12,13 @@ import msgspec
 
 from rolloutmq.bus.engine_registry import FIRST
 from rolloutmq.bus.transport.keys.bundle import load_bundle
+from rolloutmq.bus.transport.mirror.engine_beats import EngineBeats
 from rolloutmq.launch.commands.remote.configured import receiving, rolling, training
 from rolloutmq.launch.commands.remote.earlier_run import TRAINER, WORKERS
-from rolloutmq.launch.commands.remote.engine_beats import EngineBeats, Served
 from rolloutmq.launch.commands.remote.joining import Joining, join
 from rolloutmq.launch.commands.remote.own_code import OwnCode
 from rolloutmq.launch.commands.remote.relay_beats import PREFIX, RelayBeats
+from rolloutmq.launch.commands.remote.served import Served
 from rolloutmq.schemas.errors import ConfigError, RefusedError
 from rolloutmq.schemas.files import Connection
 from rolloutmq.schemas.network.address import host_and_port
@@ -119,7 +120,7 @@ def join_engine(served: Served, model: Path | None, way: Way) -> int:
     _require_names([name])
     connection = way.connection
     served.check(connection.addresses[0], load_bundle(Path(connection.key)).ca if connection.key else "")
-    beats = EngineBeats(name, served)
+    beats = EngineBeats(name, served.url)
     programs = ((name, Role.INFERENCE, ("inference", "--engine", name)),)
     accept = served.accepting(training(model))
     if served.is_clear:

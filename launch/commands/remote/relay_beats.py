@@ -14,10 +14,10 @@ import msgspec
 
 from rolloutmq.bus.engine_registry import own_network
 from rolloutmq.bus.rundir import read_json
+from rolloutmq.bus.transport.mirror.beats import send_beats
+from rolloutmq.bus.transport.mirror.engine_beats import own_host
 from rolloutmq.bus.transport.mirror.mirror import Mirror
 from rolloutmq.bus.transport.mirror.place import host_of
-from rolloutmq.launch.commands.remote.beats import send_beats
-from rolloutmq.launch.commands.remote.engine_beats import own_host
 from rolloutmq.schemas.files import RelayState, RunLayout, StreamAddress
 from rolloutmq.schemas.network.address import host_and_port
 from rolloutmq.schemas.wire.joining import WAIT_CHARS, RelayBeat

@@ -43,6 +43,8 @@ from rolloutmq.services.broker.state.split_queue import GroupSums
 
 _JOINED_ENGINE: Final = "inference."
 """Begin of the name of an engine of another host, which its own command holds."""
+_PLACED_ENGINE: Final = "inference.cluster-"
+"""Begin of the name of one that the orchestrator has placed on a cluster."""
 
 
 class AdminRequests:
@@ -114,7 +116,7 @@ class AdminRequests:
                 f"worker: joined by itself from host {beat.host} (got {request.worker}); drain it, and start its "
                 "command `rolloutmq worker --connect` there again",
             )
-        if request.worker.startswith(_JOINED_ENGINE):
+        if request.worker.startswith(_JOINED_ENGINE) and not request.worker.startswith(_PLACED_ENGINE):
             return refuse(
                 ErrorCode.INVALID,
                 f"worker: is an engine of another host (got {request.worker}); end its command "

@@ -44,7 +44,10 @@ def lines(
         *_first(
             [*_workers(network, (one for one in workers if one.worker not in placed))], "hosts with workers"
         ),
-        *_first([_engine(one, network.version, unreached) for one in network.engines], "engines"),
+        *_first(
+            [_engine(one, network.version, unreached, one.name in placed) for one in network.engines],
+            "engines",
+        ),
         *_first([_relay(one, network.version) for one in network.relays], "relays"),
     ]
 
@@ -142,7 +145,9 @@ def _workers(network: NetworkStatus, workers: Iterable[WorkerStatus]) -> Iterato
         yield NetworkLine("joined", f"{count} on {_place(host, key)}: {names}{lost}", bool(silent))
 
 
-def _engine(engine: JoinedEngine, newest: PolicyVersion, unreached: Mapping[str, str]) -> NetworkLine:
+def _engine(
+    engine: JoinedEngine, newest: PolicyVersion, unreached: Mapping[str, str], is_placed: bool
+) -> NetworkLine:
     text = f"{engine.name} on {_place(engine.host, engine.key)}, heard {_ago(engine.silent_s)}"
     is_stuck = _is_stuck(engine, newest)
     if engine.version is not None:
@@ -150,7 +155,8 @@ def _engine(engine: JoinedEngine, newest: PolicyVersion, unreached: Mapping[str,
         text += f", unchanged for {engine.unchanged_s:.0f} s; its relay may be stuck" if is_stuck else ""
     if engine.name in unreached:
         text += f"; {unreached[engine.name]}"
-    return NetworkLine("joined", text, engine.silent_s > SILENT_S or is_stuck or engine.name in unreached)
+    label = "placed" if is_placed else "joined"
+    return NetworkLine(label, text, engine.silent_s > SILENT_S or is_stuck or engine.name in unreached)
 
 
 def _relay(relay: JoinedRelay, newest: PolicyVersion) -> NetworkLine:

@@ -1,4 +1,4 @@
-"""The nodes of a cluster on which workers run, as lines for status, `top` and the page. Pure."""
+"""The nodes of a cluster, with the workers and engines on them, as lines for status, `top` and the page. Pure."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -12,7 +12,7 @@ SHORT: Final = 8
 SHOWN: Final = 8
 """Most lines; the nodes of the run's workers come first."""
 NAMES: Final = 3
-"""Most names of workers in a line."""
+"""Most names of each kind in a line."""
 
 
 def nodes_of(known: Supervision | None) -> tuple[NodeRecord, ...]:
@@ -21,27 +21,31 @@ def nodes_of(known: Supervision | None) -> tuple[NodeRecord, ...]:
 
 
 def placed(nodes: Sequence[NodeRecord]) -> frozenset[str]:
-    """Return the workers that a cluster has placed."""
-    return frozenset(worker for node in nodes for worker in node.workers)
+    """Return the workers and engines that a cluster has placed."""
+    return frozenset(name for node in nodes for name in (*node.workers, *node.engines))
 
 
 def lines(nodes: Sequence[NodeRecord]) -> list[NetworkLine]:
-    """Return a line for each node, cordoned ones and those with workers first."""
-    ordered = sorted(nodes, key=lambda node: (not node.cordoned, not node.workers, node.host, node.node))
+    """Return a line for each node, cordoned ones and those in use first."""
+    ordered = sorted(
+        nodes,
+        key=lambda node: (not node.cordoned, not (node.workers or node.engines), node.host, node.node),
+    )
     more = len(ordered) - SHOWN
     rest = [NetworkLine("node", f"and {more} more nodes")] if more > 0 else []
     return [NetworkLine("node", text_of(node), bool(node.cordoned)) for node in ordered[:SHOWN]] + rest
 
 
 def text_of(node: NodeRecord) -> str:
-    """Return a node as text: id, host, free resources, workers, cordon."""
+    """Return a node as text: id, host, free resources, workers, engines, cordon."""
     free = " and ".join(
         f"{node.free.get(name, 0.0):g} of {all_:g} {name}" for name, all_ in node.total.items()
     )
     parts = [f"{node.node[:SHORT]} on {node.host or 'an unnamed host'}: {free or 'nothing'} free"]
-    if node.workers:
-        names = ", ".join(node.workers[:NAMES]) + (", ..." if len(node.workers) > NAMES else "")
-        parts.append(f"{len(node.workers)} worker{'s' * (len(node.workers) > 1)}: {names}")
+    for what, found in (("worker", node.workers), ("engine", node.engines)):
+        if found:
+            names = ", ".join(found[:NAMES]) + (", ..." if len(found) > NAMES else "")
+            parts.append(f"{len(found)} {what}{'s' * (len(found) > 1)}: {names}")
     if node.cordoned:
         parts.append(f"cordoned, {node.cordoned}")
     return printable("; ".join(parts))

@@ -4,6 +4,7 @@
     process     in a session of its own; its output goes to this process's output, and to the run in parts
     lease       nobody of the run asks any more: the process gets SIGTERM, then SIGKILL; an ended one leaves the host
     end         what the process left undelivered is sent before its end is told: then its next life may start elsewhere
+    engine      has a relay beside it, see `host_engine`
 
 The process dies with the thread that started it (PR_SET_PDEATHSIG), and a guard kills what it has started itself. So a
 host that loses its cluster keeps nothing.
@@ -37,6 +38,7 @@ from rolloutmq.schemas.files import Connection, RunLayout
 from rolloutmq.schemas.printable import error_line, error_text
 from rolloutmq.schemas.process import ProcessSpec, Role, python_command
 from rolloutmq.services.orchestrator.cluster.guard import Guard
+from rolloutmq.services.orchestrator.cluster.host_engine import EngineSide, remove_directory, served_here
 from rolloutmq.services.orchestrator.cluster.messages import (
     LOG_PART_BYTES,
     HostOrder,
@@ -182,18 +184,29 @@ class HostProcess:
             return await self._live_in(directory)
         finally:
             (directory / "key").unlink(missing_ok=True)
-            if left := _unsent(directory / "run"):
+            if self._order.engine:
+                remove_directory(directory)
+            elif left := _unsent(directory / "run"):
                 logger.error("groups of an ended process were not sent files=%s", ", ".join(map(str, left)))
             else:
                 shutil.rmtree(directory, ignore_errors=True)
 
     async def _live_in(self, directory: Path) -> tuple[int | None, str]:
-        mirror = Mirror(self._connection(directory), self._accept, directory / "run", asks=True)
+        is_engine = self._order.engine
+        mirror = Mirror(
+            self._connection(directory),
+            self._accept,
+            directory / "run",
+            asks=not is_engine,
+            serves=is_engine,
+        )
         refreshing = asyncio.create_task(mirror.run(), name="mirror")
         try:
             self._change(waits_for=f"the run, at {self._order.addresses[0]}")
             if not await self._ready(mirror, refreshing):
                 return None, "was ended before it started"
+            if is_engine:
+                return await self._serve(mirror)
             code = await self._run(mirror.layout, mirror.config.run.tls_ca)
             await self._deliver(mirror.layout)
             left = _unsent(mirror.layout.root)
@@ -215,7 +228,8 @@ class HostProcess:
 
     def _accept(self, data: bytes, layout: RunLayout) -> RunConfig:
         """Accept the configuration of the run, which has sent its code along: nothing in it is a stranger's."""
-        return placed(told(data), layout, self._base_dir, None)
+        config = placed(told(data), layout, self._base_dir, None)
+        return served_here(config, self._order.addresses[0]) if self._order.engine else config
 
     async def _ready(self, mirror: Mirror, refreshing: "asyncio.Task[None]") -> bool:
         """Wait until the directory has a configuration; False if the process is not wanted any more."""
@@ -234,14 +248,27 @@ class HostProcess:
             ready.cancel()
         return True
 
-    async def _run(self, layout: RunLayout, trust: Path | None) -> int | None:
+    async def _serve(self, mirror: Mirror) -> tuple[int | None, str]:
+        """Run an engine with its relay until one of them ends; return its exit code, and why there is none."""
+        side = EngineSide(self._order.name, mirror)
+        try:
+            code = await self._run(mirror.layout, mirror.config.run.tls_ca, side)
+            return (None, f"its relay ended: {side.ended}") if side.ended is not None else (code, "")
+        finally:
+            await side.close()
+
+    async def _run(self, layout: RunLayout, trust: Path | None, side: EngineSide | None = None) -> int | None:
         """Run the process to its end; return its exit code."""
-        guard = Guard(marker_of(self._marked, self._order.name), layout.root.parent / "key")
+        home = layout.root.parent
+        guard = Guard(marker_of(self._marked, self._order.name), home / "key", None if side is None else home)
         reading, writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         os.set_blocking(writing, True)
         try:
+            spec = self._spec(layout, trust)
+            if side is not None:
+                side.start(spec, self._marked, writing)
             with self._changed:
-                process = self._process = spawn(self._spec(layout, trust), self._marked, writing)
+                process = self._process = spawn(spec, self._marked, writing)
                 for number, group in self._signals:
                     _signal(process, number, group)
         finally:
@@ -255,14 +282,14 @@ class HostProcess:
             waits_for="",
         )
         try:
-            code = await self._follow(process, reading)
+            code = await self._follow(process, reading, side)
             guard.dismiss()
             return code
         finally:
             os.close(reading)
             process.close()
 
-    async def _follow(self, process: Process, reading: int) -> int | None:
+    async def _follow(self, process: Process, reading: int, side: EngineSide | None) -> int | None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         loop.add_reader(process.fileno(), ended.set)
         loop.add_reader(reading, self._read, reading)
@@ -274,9 +301,13 @@ class HostProcess:
                         await ended.wait()
                 if self._is_silent():
                     termed_at = self._end_unheard(process, termed_at)
+                if side is not None and side.has_ended():
+                    process.send_group(signal.SIGKILL)
         finally:
             loop.remove_reader(process.fileno())
             loop.remove_reader(reading)
+        if side is not None:
+            await side.close()
         found = process.poll()
         while self._read(reading):
             continue

@@ -16,6 +16,8 @@ import msgspec
 
 from rolloutmq.schemas.errors import MalformedError
 
+RESERVATION: Final = "reservation"
+"""Name of the life that holds resources of the run's own host: no process of the run has it."""
 FRAME_LIMIT_BYTES: Final = 8 << 20
 """Largest frame: the states of ten thousand lives."""
 LOG_PART_BYTES: Final = 64 << 10
@@ -44,7 +46,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     Attributes:
         life: Random name of the life.
         name: Name of the process, as in its spec.
-        env: Its environment, which tells its resources.
+        env: Its environment, or `PLACED` for an engine, which tells its resources.
         words: Arguments of `launch.service_process`, without the run directory: that is the host's own.
         program: What runs in place of that.
     """
@@ -74,7 +76,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """What the control law wants now, running workers included; it replaces the demand of before.
 
     Attributes:
-        workers: Number of workers, by environment.
+        workers: Number of workers, by environment, and of engines by `PLACED`.
         avoid: Ids of nodes that get no new process.
     """
 
@@ -155,6 +157,7 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
         lease_s: Silence of the run after which the host ends the process.
         term_grace_s: Time between SIGTERM and SIGKILL then.
         autoscale: The run asks the autoscaler of the cluster for nodes.
+        engine: It is an inference server: it gets a relay beside it, and the broker its heartbeats.
     """
 
     life: str
@@ -169,6 +172,7 @@ class HostOrder(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float = 60.0
     term_grace_s: float = 5.0
     autoscale: bool = False
+    engine: bool = False
 
 
 class HostState(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,6 +189,31 @@ class HostState(msgspec.Struct, frozen=True, kw_only=True):
     offset: int
     output: bytes = b""
     more: bool = False
+
+
+class Hold(msgspec.Struct, frozen=True, kw_only=True):
+    """What a cluster is to keep of this host.
+
+    Attributes:
+        namespace, token: Names of the run on the cluster.
+        cpus, gpus: What to keep.
+        lease_s: Silence of the run after which it is given back.
+        timeout_s: Longest wait for others to leave it.
+    """
+
+    namespace: str
+    token: str
+    cpus: float
+    gpus: float
+    lease_s: float
+    timeout_s: float
+
+
+class Held(msgspec.Struct, frozen=True, kw_only=True):
+    """What was kept: the ids of the GPUs; or why it could not be."""
+
+    problem: str = ""
+    gpus: tuple[str, ...] = ()
 
 
 _ORDERS: Final = msgspec.msgpack.Decoder(Order)

@@ -8,6 +8,7 @@ Ray is imported here alone, in the process of the cluster service and in the act
 
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -18,12 +19,20 @@ from typing import Any, Final
 import msgspec
 
 from rolloutmq.bus.log_throttle import LogThrottle
-from rolloutmq.schemas.errors import MissingError, PackageMissingError, install_remedy
+from rolloutmq.schemas.errors import ConfigError, MissingError, PackageMissingError, install_remedy
 from rolloutmq.schemas.printable import error_line
 from rolloutmq.services.orchestrator.cluster.backend import Answer, ClusterLostError
 from rolloutmq.services.orchestrator.cluster.capacity.request import AutoscalerRequests, Bundles
-from rolloutmq.services.orchestrator.cluster.messages import HostOrder, HostState, Node, cut
-from rolloutmq.services.orchestrator.cluster.resources import CPU, GPU, Need
+from rolloutmq.services.orchestrator.cluster.messages import (
+    RESERVATION,
+    Hold,
+    HostOrder,
+    HostState,
+    LifeState,
+    Node,
+    cut,
+)
+from rolloutmq.services.orchestrator.cluster.resources import CPU, GPU, Need, told
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +44,8 @@ CLOSE_S: Final = 2.0
 """Longest wait for actors that end their processes."""
 NODES_S: Final = 5.0
 """Longest look at the nodes."""
+FIRST_LEASE_S: Final = 120.0
+"""Shortest lease of what a run holds of its host, before its cluster service has asked first: services start slowly."""
 NODE_ID: Final = "ray.io/node-id"
 """Label of each node with its id."""
 UNKNOWN: Final = "unknown"
@@ -65,6 +76,37 @@ class RayActor:
     def close(self) -> None:
         """Kill the process and remove its files."""
         self._process.close()
+
+
+class RayHolder:
+    """An actor that holds resources of its node for processes that Ray does not run; it ends with its lease."""
+
+    def __init__(self, life: str, lease_s: float) -> None:
+        self._state = LifeState(life=life, name=RESERVATION)
+        self._lease_s = max(lease_s, FIRST_LEASE_S)
+        self._next_lease_s = lease_s
+        self._asked_at = time.monotonic()
+        threading.Thread(target=self._wait, name="lease", daemon=True).start()
+
+    def gpus(self) -> list[str]:
+        """Return the ids of its GPUs, as in `CUDA_VISIBLE_DEVICES`."""
+        import ray
+
+        return [str(one) for one in ray.get_runtime_context().get_accelerator_ids().get(GPU, ())]
+
+    def look(self, acked: int, wait_s: float) -> bytes:
+        """Renew the lease, and return the state after a while."""
+        self._asked_at, self._lease_s = time.monotonic(), self._next_lease_s
+        time.sleep(wait_s)
+        return msgspec.msgpack.encode(HostState(state=self._state, offset=max(0, acked)))
+
+    def close(self) -> None:
+        """Do nothing: there is no process to end."""
+
+    def _wait(self) -> None:
+        while time.monotonic() - self._asked_at <= self._lease_s:
+            time.sleep(1.0)
+        leave(withdraws=False)
 
 
 class RayBackend:
@@ -129,6 +171,47 @@ class RayBackend:
         )
         self._unplaced.add(order.life)
         self._actors[order.life] = actor.remote(msgspec.msgpack.encode(order))
+
+    def hold(self, wanted: Hold) -> tuple[str, ...]:
+        """Hold resources of this node for the run; return the ids of the GPUs. Blocks, at most for the wait.
+
+        Raises:
+            ConfigError: The node is too small, or others do not leave it in time.
+        """
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        need, node, life = Need(wanted.cpus, wanted.gpus), self._own_node(), secrets.token_hex(8)
+        key, remedy = "cluster.reserve_cpus", "; reserve less, or start Ray on this host with more"
+        if not need.fits(node.total):
+            raise ConfigError(key, f"{need} are too much for this host, a node of {told(node.total)}{remedy}")
+        actor = (
+            self._ray.remote(RayHolder)
+            .options(
+                name=f"{self._token} {RESERVATION} {life}",
+                lifetime="detached",
+                num_cpus=need.cpus,
+                num_gpus=need.gpus,
+                max_restarts=0,
+                max_concurrency=THREADS,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            )
+            .remote(life, wanted.lease_s)
+        )
+        try:
+            return tuple(self._ray.get(actor.gpus.remote(), timeout=wanted.timeout_s))
+        except Exception as error:
+            self._ray.kill(actor, no_restart=True)
+            free = told(self._own_node().free)
+            raise ConfigError(
+                key,
+                f"this host has not had room for {need} for {wanted.timeout_s:g} s: {free} are free "
+                f"({type(error).__name__}); end what uses the others, or reserve less",
+            ) from error
+
+    def _own_node(self) -> Node:
+        own = self._ray.get_runtime_context().get_node_id()
+        found = next((node for node in nodes_of(self._gcs) if node.id == own), None)
+        return Node(id=own) if found is None else found
 
     def look(self, life: str, acked: int) -> None:
         """Ask an actor."""

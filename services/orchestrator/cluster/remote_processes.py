@@ -40,6 +40,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
     Start,
     framed,
 )
+from rolloutmq.services.orchestrator.supervision.worker_table import env_of
 from rolloutmq.services.process.child import Exit
 from rolloutmq.services.process.identity import marker_of
 
@@ -176,7 +177,9 @@ class RemoteProcesses:
         life = secrets.token_hex(8)
         program = Program(argv=spec.argv, variables=spec.env) if spec.foreign else None
         words = () if spec.foreign else spec.argv
-        start = Start(life=life, name=spec.name, env=spec.kind, words=words, program=program)
+        start = Start(
+            life=life, name=spec.name, env=spec.kind or env_of(spec.name), words=words, program=program
+        )
         marker = marker_of(token, spec.name)
         process = RemoteProcess(
             ProcessIdentity(

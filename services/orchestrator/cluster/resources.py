@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from rolloutmq.bus.engine_registry import PLACED
 from rolloutmq.schemas.config.run import RunConfig
 
 CPU = "CPU"
@@ -17,7 +18,7 @@ class Need:
     gpus: float = 0.0
 
     def __str__(self) -> str:
-        return _told({CPU: self.cpus, GPU: self.gpus})
+        return told({CPU: self.cpus, GPU: self.gpus})
 
     @property
     def amounts(self) -> dict[str, float]:
@@ -30,7 +31,9 @@ class Need:
 
 
 def need_of(config: RunConfig, env: str) -> Need:
-    """Return what a worker of an environment needs."""
+    """Return what a worker of an environment needs, or with `PLACED` an engine."""
+    if env == PLACED:
+        return Need(config.cluster.engine_cpus, config.cluster.engine_gpus)
     section = config.environment.get(env)
     return Need(config.cluster.worker_cpus, float(section.gpus) if section is not None else 0.0)
 
@@ -48,10 +51,11 @@ def shortage(need: Need, nodes: Iterable[Mapping[str, float]]) -> str:
     if any(need.fits(node) for node in found):
         return f"needs {need}; every node that has as much is in use"
     largest = max(found, key=lambda node: (node.get(GPU, 0.0) >= need.gpus, node.get(CPU, 0.0)))
-    has = _told({CPU: largest.get(CPU, 0.0), GPU: largest.get(GPU, 0.0)})
+    has = told({CPU: largest.get(CPU, 0.0), GPU: largest.get(GPU, 0.0)})
     return f"needs {need}; the largest node has {has}"
 
 
-def _told(amounts: Mapping[str, float]) -> str:
+def told(amounts: Mapping[str, float]) -> str:
+    """Return amounts of resources as text."""
     parts = [f"{amount:g} {name}" for name, amount in amounts.items() if amount]
     return " and ".join(parts) or "no CPU"

@@ -8,16 +8,14 @@ All calls of the cluster's software happen in one thread, one after the other; t
 """
 
 import asyncio
-import hashlib
 import logging
-import os
-import socket
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
+from rolloutmq.bus.engine_registry import PLACED
 from rolloutmq.bus.files import private_file, read_regular
 from rolloutmq.bus.log_throttle import LogThrottle
 from rolloutmq.bus.rundir import load_run
@@ -29,6 +27,7 @@ from rolloutmq.services.orchestrator.cluster.backend import Answer, Backend
 from rolloutmq.services.orchestrator.cluster.capacity.watch import CapacityWatch
 from rolloutmq.services.orchestrator.cluster.lives import SIGKILL, Life, LifeBook
 from rolloutmq.services.orchestrator.cluster.messages import (
+    RESERVATION,
     Demand,
     Frames,
     HostOrder,
@@ -41,7 +40,7 @@ from rolloutmq.services.orchestrator.cluster.messages import (
     framed,
     own_version,
 )
-from rolloutmq.services.orchestrator.cluster.opening import reached_at
+from rolloutmq.services.orchestrator.cluster.opening import namespace_of, reached_at
 from rolloutmq.services.orchestrator.cluster.remote_processes import short_path
 from rolloutmq.services.orchestrator.cluster.resources import need_of, shortage
 from rolloutmq.services.orchestrator.cluster.sent_code import excluded
@@ -81,9 +80,14 @@ class ClusterService:
         self._capacity = CapacityWatch(config)
         self._orders: list[Order] = []
         self._clients: set[asyncio.StreamWriter] = set()
+        self._reservation = ""
+        """Life that holds resources of this host."""
         self._unwritten = LogThrottle()
         self._thread = ThreadPoolExecutor(1, "cluster")
-        self._key = read_regular(layout.cluster_key) if layout.cluster_key.exists() else b""
+        self._key, self._engine_key = (
+            read_regular(file) if file.exists() else b""
+            for file in (layout.cluster_key, layout.cluster_engine_key)
+        )
 
     async def run(self, stop: Stop) -> None:
         """Serve until `stop`; then end every life and return.
@@ -98,8 +102,13 @@ class ClusterService:
                 backend = await self._call(self._connect)
                 try:
                     for life, name in await self._call(backend.found):
-                        self._book.find(life, name, env_of(name), time.monotonic())
+                        if name == RESERVATION:
+                            self._reservation = life
+                        else:
+                            self._book.find(life, name, env_of(name), time.monotonic())
                         await self._call(backend.look, life, -1)
+                    if self._config.cluster.reserves and not self._reservation:
+                        logger.error("the cluster does not keep the reserved part of this host")
                     logger.info("connected to the cluster lives=%d", len(self._book.living()))
                     await self._serve(backend, stop)
                 finally:
@@ -129,7 +138,7 @@ class ClusterService:
         for order in orders:
             await self._carry_out(backend, order)
         await self._look_at_nodes(backend)
-        if not self._book.living():
+        if not (self._book.living() or self._reservation):
             await asyncio.sleep(IDLE_S)
             return
         for answer in await self._call(backend.poll, POLL_S):
@@ -174,10 +183,11 @@ class ClusterService:
             run=self._config.run.name,
             version=own_version(),
             addresses=(reached_at(self._config),),
-            key=self._key,
+            key=self._engine_key if order.env == PLACED else self._key,
             lease_s=self._config.cluster.lease_s,
             term_grace_s=self._config.orchestrator.term_grace_s,
             autoscale=self._config.cluster.autoscale,
+            engine=order.env == PLACED,
         )
         await self._call(backend.start, told, need_of(self._config, order.env), self._capacity.avoid)
         await self._call(backend.look, order.life, 0)
@@ -192,6 +202,9 @@ class ClusterService:
         await self._call(backend.send, order.life, order.number, order.group)
 
     async def _take(self, backend: Backend, answer: Answer) -> None:
+        if answer.life == self._reservation:
+            await self._renew(backend, answer)
+            return
         life = self._book.get(answer.life)
         if life is None:
             return
@@ -206,6 +219,16 @@ class ClusterService:
             self._tell(news)
         if not life.state.over:
             await self._call(backend.look, answer.life, life.acked)
+
+    async def _renew(self, backend: Backend, answer: Answer) -> None:
+        """Ask again what holds resources of this host; that renews its lease."""
+        if answer.told is not None:
+            await self._call(backend.look, answer.life, 0)
+            return
+        logger.error(
+            "the cluster does not keep the reserved part of this host any more error=%s", answer.error
+        )
+        self._reservation = ""
 
     async def _give_up(self, backend: Backend) -> None:
         now = time.monotonic()
@@ -265,12 +288,6 @@ class ClusterService:
     async def _call(self, function: Callable[..., _T], *values: object) -> _T:
         """Call the cluster's software in its thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *values)
-
-
-def namespace_of(layout: RunLayout) -> str:
-    """Return the name of a run directory on a cluster: the same after a resume, and of no other directory."""
-    place = f"{socket.gethostname()}:{os.geteuid()}:{layout.root.resolve()}"
-    return f"rolloutmq-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
 
 def main(run_dir: Path) -> int:

@@ -1,9 +1,10 @@
 """The engine pool: starts, adopts, drains and cleans up the engines beyond the first, as `scaling` decides.
 
-The launcher runs the first engine; the pool only counts it. A supervisor of its own runs the others like workers, and
-ends them after the workers. After a restart of the orchestrator it adopts them: their number, their drains and the
-given-up ones stay. SIGUSR1 drains an engine: it finishes its running requests, and clients send new ones to another
-engine. An engine that crashes repeatedly is given up. It keeps its place and the reason, until an operator scales down.
+The launcher runs the first engine; the pool only counts it. A supervisor of its own runs the others like workers, on
+this host or where a cluster has room, and ends them after the workers. After a restart of the orchestrator it adopts
+them: their number, their drains and the given-up ones stay. SIGUSR1 drains an engine: it finishes its running requests,
+and clients send new ones to another engine. An engine that crashes repeatedly is given up. It keeps its place and the
+reason, until an operator scales down.
 
 An engine is ready while its address file has its own pid and keeps changing.
 """
@@ -15,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 from msgspec.structs import replace
 
@@ -26,13 +27,14 @@ from rolloutmq.bus.engine_registry import (
     engine_name,
     engine_number,
     engines_of,
+    placed_name,
 )
 from rolloutmq.schemas.config.orchestrator import END_S
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import RunLayout, Supervision, Target
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Role, Step, python_command
 from rolloutmq.schemas.wire.telemetry import EngineDecision
-from rolloutmq.services.orchestrator.autoscaling.pressure import WorkerCounts
+from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, WorkerCounts
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound, EngineScalingRule, PoolSample
 from rolloutmq.services.orchestrator.state_file import earlier_lives
 from rolloutmq.services.orchestrator.supervision.core import (
@@ -45,7 +47,8 @@ from rolloutmq.services.orchestrator.supervision.core import (
     term_ladder,
 )
 from rolloutmq.services.orchestrator.supervision.supervisor import Change, Supervisor, identities_of
-from rolloutmq.services.process.child import end_marked, end_strays
+from rolloutmq.services.orchestrator.supervision.worker_table import number_of
+from rolloutmq.services.process.child import Spawner, end_marked, end_strays
 from rolloutmq.services.process.identity import find_names, marker_of
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,23 @@ def engine_command(run_dir: Path) -> Command:
     return lambda name: python_command(sys.executable, module, *words, "--engine", name)
 
 
+def placed_command(name: str) -> tuple[str, ...]:
+    """Return the arguments of an engine on another host, which has its own interpreter and run directory."""
+    return "inference", "--engine", name
+
+
+class Placement(NamedTuple):
+    """Where a cluster runs the engines.
+
+    Attributes:
+        spawner: Orders them.
+        refusal: Returns why none may be ordered now; empty if one may.
+    """
+
+    spawner: Spawner
+    refusal: Callable[[], str]
+
+
 class EnginePool:
     """The engines of one run. An async context manager; call `take_over` first, and then `look` once a tick.
 
@@ -73,6 +93,7 @@ class EnginePool:
         publish: Publishes decisions.
         command: Start command of an engine.
         on_change: Called with each engine whose phase or reason changed; must not block or raise.
+        placement: Where a cluster runs them; None for this host.
     """
 
     def __init__(
@@ -83,12 +104,16 @@ class EnginePool:
         publish: Callable[[EngineDecision], None],
         command: Command | None = None,
         on_change: Change | None = None,
+        placement: Placement | None = None,
     ) -> None:
         limits = config.orchestrator
+        self._placement = placement
+        self._name = engine_name if placement is None else placed_name
         self._layout = layout
         self._token = token
         self._publish = publish
-        self._command = command or engine_command(layout.root)
+        here = engine_command(layout.root) if placement is None else placed_command
+        self._command = command or here
         self._grace_s = limits.term_grace_s
         self._supervisor = Supervisor(
             token,
@@ -96,6 +121,7 @@ class EnginePool:
             identities=layout.engines,
             on_change=on_change,
             seed=config.run.seed,
+            spawner=None if placement is None else placement.spawner,
         )
         longest_s = max((env.rollout_timeout_s for env in config.environment.values()), default=END_S)
         self._ladder = engine_ladder(limits.drain_s(longest_s), limits.term_grace_s)
@@ -106,6 +132,8 @@ class EnginePool:
         self._ready = self._serving = 1
         self.target: Target | None = None
         """The last decision; None if the number cannot change."""
+        self.no_room = ""
+        """Why a wanted engine is not started; empty if none is missing."""
         self._said: int | None = None
         self._said_at = float("-inf")
 
@@ -113,6 +141,11 @@ class EnginePool:
     def processes(self) -> Supervisor:
         """Return the supervisor of the engines beyond the first."""
         return self._supervisor
+
+    @property
+    def is_placed(self) -> bool:
+        """Return whether a cluster runs the engines beyond the first."""
+        return self._placement is not None
 
     def ladder(self, _name: str) -> Ladder:
         """Return the drain ladder of an engine."""
@@ -177,14 +210,18 @@ class EnginePool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
     ) -> None:
-        """End the engines, which have no clients left. Takes no longer than the ladder."""
+        """End the engines."""
         try:
-            names = list(self._supervisor.views())
-            await self._supervisor.stop(names, term_ladder(self._grace_s), "the orchestrator ends")
-            for name in names:
-                self._put_away(name)
+            await self.stop()
         finally:
             await self._supervisor.__aexit__(kind, error, at)
+
+    async def stop(self) -> None:
+        """End the engines, which have no clients left. Takes no longer than the ladder."""
+        names = list(self._supervisor.views())
+        await self._supervisor.stop(names, term_ladder(self._grace_s), "the orchestrator ends")
+        for name in names:
+            self._put_away(name)
 
     def kill(self) -> None:
         """Kill all engines now, after a second signal."""
@@ -209,18 +246,17 @@ class EnginePool:
         busy = sum(one.address.busy for name, one in seen.items() if self._is_ready(name, views, seen))
         failure = next((view.reason for view in views.values() if view.failing), "")
         before = self._state.target
-        sample = PoolSample(crew, bounds, busy, wanted, failure)
+        sample = PoolSample(crew, bounds, busy, wanted, failure, self.no_room)
         self._state, decision = self._rule.decide(self._state, sample, now)
         self._serving = min(max(self._serving, crew.ready), decision.target)
+        present = crew.current + crew.failed
+        decision = self._start(decision.target - present, decision)
         self.target = Target(
             env=FIRST, target=decision.target, current=crew.current, reason=decision.reason, wanted=wanted
         )
         if decision.target != before or self._said is None:
             logger.info("scale engines target=%d reason=%s", decision.target, decision.reason)
             logger.info("scale engines sample=%s", sample)
-        present = crew.current + crew.failed
-        for _ in range(decision.target - present):
-            self._supervisor.start(self._spec(self._free_name()))
         self._let_go(present - decision.target, seen, decision.reason)
         if decision.target != self._said or now - self._said_at >= REPEAT_S:
             self._said, self._said_at = decision.target, now
@@ -233,6 +269,16 @@ class EnginePool:
                     reason=decision.reason,
                 )
             )
+
+    def _start(self, number: int, decision: Decision) -> Decision:
+        """Start this many engines, as far as there is room; return the decision with the reason of the others."""
+        self.no_room = ""
+        for _ in range(number):
+            if self._placement is not None and (refusal := self._placement.refusal()):
+                self.no_room = refusal
+                return replace(decision, reason=f"{decision.reason}; {refusal}")
+            self._supervisor.start(self._spec(self._free_name()))
+        return decision
 
     def _follow_drains(self, seen: Mapping[str, EngineSighting]) -> None:
         """Give a deadline to the engines that somebody else drains, such as an orchestrator killed meanwhile."""
@@ -279,7 +325,7 @@ class EnginePool:
             key=lambda view: (
                 view.phase is not Phase.FATAL,
                 self._is_ready(view.name, views, seen),
-                -engine_number(view.name),
+                -number_of(view.name),
             )
         )
         for view in candidates[: max(0, number)]:
@@ -302,7 +348,7 @@ class EnginePool:
 
     def _free_name(self) -> str:
         views = self._supervisor.views()
-        return next(name for name in map(engine_name, range(1, len(views) + 2)) if name not in views)
+        return next(name for name in map(self._name, range(1, len(views) + 2)) if name not in views)
 
     def _spec(self, name: str) -> ProcessSpec:
         log = str(self._layout.log(name))

@@ -6,6 +6,7 @@ this rule reacts. It runs once a tick:
     an operator's number           hold it, within the bounds
     an engine was given up         hold, with its reason: another would fail alike
     an engine starts or drains     hold: the last decision has not taken effect yet
+    the cluster has no room        no further scale up: the last one has not taken effect yet
     no update on the workers       hold: silence is not spare capacity
     bound, and workers are short   scale up by one, once this held `confirm_s` longer than not
     the others have the capacity   scale down by one, once this held `idle_s` without a break
@@ -57,6 +58,7 @@ class PoolSample(msgspec.Struct, frozen=True):
         busy: Sum of the busy parts of the ready engines.
         wanted: Number of engines set by an operator.
         failure: Why an engine was given up.
+        no_room: Why a wanted engine is not started; empty if none is missing.
     """
 
     crew: WorkerCounts = msgspec.field(default_factory=WorkerCounts)
@@ -64,6 +66,7 @@ class PoolSample(msgspec.Struct, frozen=True):
     busy: float = 0.0
     wanted: int | None = None
     failure: str = ""
+    no_room: str = ""
 
 
 class PoolState(msgspec.Struct, frozen=True):
@@ -115,6 +118,8 @@ class EngineScalingRule(msgspec.Struct, frozen=True):
         if held_back:
             short = sum(sample.bounds[env].short for env in held_back)
             why = f"inference_bound: {', '.join(held_back)} short of {short:.1f} workers"
+            if sample.no_room:
+                return _hold(state, f"{why}; an engine is missing")
             return self._more(replace(state, idle_s=0.0), elapsed, why)
         state = replace(state, bound_s=max(0.0, state.bound_s - elapsed))
         return self._fewer(state, sample, elapsed)

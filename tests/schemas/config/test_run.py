@@ -52,3 +52,12 @@ def test_what_only_the_run_can_start_needs_its_orchestrator(tree: dict[str, Any]
     own = {**tree.get("orchestrator", {}), "start_workers": False}
     with pytest.raises(ValidationError, match=told):
         RunConfig.model_validate({**tree, "orchestrator": own})
+
+
+def test_engines_on_a_cluster_need_weights_that_are_sent() -> None:
+    cluster: dict[str, object] = {"engine": "ray"}
+    tree = {"cluster": cluster, "inference": {"max_engines": 2}, "weights": {"backend": "disk"}}
+    with pytest.raises(ValidationError, match=r"weights\.backend: must be posix_shm or stream .*got disk"):
+        RunConfig.model_validate(tree)
+    cluster["place_engines"] = False
+    assert not RunConfig.model_validate(tree).places_engines

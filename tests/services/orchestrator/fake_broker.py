@@ -121,6 +121,8 @@ class FakeBroker:
     async def _listen(self, publish: Channel) -> None:
         while True:
             topic, payload = await publish.receive()
+            if topic == b"telemetry.scale.inference":
+                continue
             assert topic == b"telemetry.scale.env"
             event = codec.decode_event(payload)
             assert isinstance(event, ScaleDecision)

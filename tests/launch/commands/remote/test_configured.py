@@ -8,8 +8,8 @@ from rolloutmq.bus.rundir import OWN_CONFIG, load_run
 from rolloutmq.bus.transport.mirror.run_copy import RunCopy
 from rolloutmq.bus.transport.mirror.shared_config import shared, told
 from rolloutmq.launch.commands.remote.configured import reading, receiving, rolling, training
-from rolloutmq.launch.commands.remote.engine_beats import Served
 from rolloutmq.launch.commands.remote.own_code import OwnCode
+from rolloutmq.launch.commands.remote.served import Served
 from rolloutmq.launch.settings import validate
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError

@@ -43,3 +43,9 @@ def test_what_joined_from_another_host_is_restarted_there(worker: str) -> None:
     bench.ask(beat, WorkerBeatReply)
     assert bench.refused(RestartWorker(worker=worker, order="o1")) is ErrorCode.INVALID
     assert bench.pressure().restarts == ()
+
+
+def test_an_order_for_an_engine_on_a_cluster_is_the_orchestrators() -> None:
+    bench, order = Bench(), RestartWorker(worker="inference.cluster-1", order="o1", pid=7)
+    bench.ask(order, Ok)
+    assert bench.pressure().restarts == (order,)

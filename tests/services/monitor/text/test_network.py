@@ -155,3 +155,12 @@ def test_a_list_of_keys_that_cannot_be_read_is_told() -> None:
     assert line.text.endswith(
         "keys in use: 0 of 3; the list of keys is not read, and that of before counts: keys: belongs to user 7"
     )
+
+
+def test_an_engine_that_a_cluster_has_placed_has_not_joined() -> None:
+    engines = tuple(JoinedEngine(name=f"inference.{name}", host="gpu7") for name in ("cluster-1", "far"))
+    told = lines(NetworkStatus(listen=ADDRESS, engines=engines), (), {"inference.cluster-1"})
+    assert [(line.label, line.text) for line in told][1:] == [
+        ("placed", "inference.cluster-1 on gpu7, without a key, heard now"),
+        ("joined", "inference.far on gpu7, without a key, heard now"),
+    ]

@@ -29,3 +29,9 @@ def test_many_nodes_are_counted() -> None:
 def test_placed_workers_are_those_on_nodes() -> None:
     assert placed([FREE, USED, LEFT]) == {"e-0", "e-1", "e-2", "e-3", "e-4"}
     assert nodes_of(None) == ()
+
+
+def test_engines_of_a_node_are_told_beside_its_workers() -> None:
+    node = NodeRecord(node="0123456789ab", host="h1", workers=("e-0",), engines=("inference.cluster-1",))
+    assert lines([node])[0].text.endswith("1 worker: e-0; 1 engine: inference.cluster-1")
+    assert placed([node]) == {"e-0", "inference.cluster-1"}

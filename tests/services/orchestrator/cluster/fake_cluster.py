@@ -1,7 +1,7 @@
 """A cluster of hosts that are played: what the service asks is recorded, and tests say what the hosts answer."""
 
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
@@ -31,6 +31,8 @@ class FakeCluster:
         self.avoided: dict[str, tuple[str, ...]] = {}
         self.requests: list[tuple[dict[str, int], tuple[str, ...]]] = []
         self.lost: deque[str] = deque()
+        self.questions: Counter[str] = Counter()
+        """Number of questions, by life."""
         self._asked: dict[str, int] = {}
         self._told: dict[str, HostState] = {}
         self.pids: Iterator[int] = iter(range(1000, 10_000))
@@ -67,6 +69,7 @@ class FakeCluster:
 
     def look(self, life: str, acked: int) -> None:
         assert life not in self._asked, "asked twice at once"
+        self.questions[life] += 1
         self._asked[life] = acked
 
     def poll(self, timeout_s: float) -> list[Answer]:

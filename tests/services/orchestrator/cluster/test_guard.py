@@ -68,3 +68,20 @@ def test_a_dismissed_guard_leaves_everything(tmp_path: Path, monkeypatch: pytest
         guard.dismiss()
         assert mine.poll() is None
         assert secret.exists()
+
+
+def test_the_directory_of_an_engine_goes_with_its_host(tmp_path: Path) -> None:
+    directory = tmp_path / "life"
+    (directory / "run").mkdir(parents=True)
+    host = HOST.replace("Path(sys.argv[2]))", "Path(sys.argv[2]), Path(sys.argv[2]).parent)")
+    words = f"guard-{os.getpid()}/e", str(directory / "key")
+    with subprocess.Popen(
+        [sys.executable, "-c", host, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    until = time.monotonic() + LIMIT_S
+    while directory.exists():
+        assert time.monotonic() < until, "the directory stays"
+        time.sleep(0.02)

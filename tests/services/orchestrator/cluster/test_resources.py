@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from rolloutmq.bus.engine_registry import PLACED
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.services.orchestrator.cluster.resources import Need, need_of, shortage
 
@@ -50,3 +51,11 @@ def test_a_worker_needs_what_the_configuration_says() -> None:
 def test_what_a_cluster_cannot_run_is_refused(tree: dict[str, object], key: str) -> None:
     with pytest.raises(ValidationError, match=key):
         RunConfig.model_validate({"cluster": {"engine": "ray"}, **tree})
+
+
+def test_an_engine_may_need_a_part_of_a_gpu() -> None:
+    tree = {"cluster": {"engine_cpus": 0.5, "engine_gpus": 0.25, "worker_cpus": 3}}
+    need = need_of(RunConfig.model_validate(tree), PLACED)
+    assert str(need) == "0.5 CPU and 0.25 GPU"
+    assert need.fits({"CPU": 1.0, "GPU": 0.25})
+    assert not need.fits({"CPU": 1.0, "GPU": 0.2})

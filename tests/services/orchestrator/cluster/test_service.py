@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from tests.services.orchestrator.cluster.fake_cluster import FakeCluster
 
+from rolloutmq.bus.engine_registry import placed_name
 from rolloutmq.bus.rundir import read_json
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import MissingError, RunDirInUseError
@@ -18,7 +19,9 @@ from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.process import ProcessIdentity, ProcessSpec, Restart, Role
 from rolloutmq.services.orchestrator.cluster.messages import (
     FRAME_LIMIT_BYTES,
+    RESERVATION,
     Demand,
+    HostOrder,
     LifeState,
     Node,
     Nodes,
@@ -410,3 +413,45 @@ async def test_a_client_of_another_protocol_disturbs_nobody(tmp_path: Path) -> N
         writer.close()
         supervisor.start(spec("e-0", layout))
         await until(lambda: supervisor.identity("e-0"))
+
+
+async def test_an_engine_is_ordered_with_its_own_key_and_resources(tmp_path: Path) -> None:
+    layout, cluster, name = layout_of(tmp_path), FakeCluster(), placed_name(1)
+    layout.cluster_key.write_bytes(b"of workers")
+    layout.cluster_engine_key.write_bytes(b"of engines")
+    engine = replace(spec(name, layout), role=Role.INFERENCE, kind="", argv=("inference", "--engine", name))
+    async with (
+        serving(layout, cluster, engine_cpus=2.0, engine_gpus=0.5),
+        supervising(layout) as (supervisor, _),
+    ):
+        for one in (engine, spec("e-0", layout)):
+            supervisor.start(one)
+        await until(lambda: supervisor.identity(name) and supervisor.identity("e-0"))
+        life, other = cluster.life_of(name), cluster.life_of("e-0")
+        assert (cluster.orders[life].key, cluster.orders[life].engine) == (b"of engines", True)
+        assert cluster.orders[life].words == ("inference", "--engine", name)
+        assert str(cluster.needs[life]) == "2 CPU and 0.5 GPU"
+        assert (cluster.orders[other].key, cluster.orders[other].engine) == (b"of workers", False)
+
+
+async def test_what_holds_a_part_of_this_host_is_no_process_and_ends_with_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout, cluster = layout_of(tmp_path), FakeCluster()
+    order = HostOrder(life="held", name=RESERVATION, token=TOKEN, run="r", version="", addresses=())
+    cluster.orders["held"], cluster.states["held"] = order, LifeState(life="held", name=RESERVATION)
+    async with serving(layout, cluster), supervising(layout) as (supervisor, remote):
+        supervisor.start(spec("e-0", layout))
+        await until(lambda: supervisor.identity("e-0"))
+        assert [one.identity.name for one in remote.living()] == ["e-0"]
+        assert cluster.removed == [], "the orchestrator does not know it, and may not release it"
+        asked = cluster.questions["held"]
+        cluster.output["held"] = b"."  # the played answer is another one
+        await until(lambda: cluster.questions["held"] > asked)
+    assert "held" in cluster.removed
+    cluster = FakeCluster()
+    cluster.orders["held"] = order
+    cluster.lost.append("held")
+    async with serving(layout, cluster):
+        told = "the cluster does not keep the reserved part of this host any more error=lost with its host"
+        await until(lambda: told in caplog.messages)

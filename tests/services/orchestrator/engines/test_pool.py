@@ -31,10 +31,10 @@ from rolloutmq.services.orchestrator.autoscaling.autoscaler import ScaleTarget
 from rolloutmq.services.orchestrator.autoscaling.control_law import INFERENCE_BOUND
 from rolloutmq.services.orchestrator.autoscaling.pressure import Decision, PressureSample
 from rolloutmq.services.orchestrator.engines import pool as pooling
-from rolloutmq.services.orchestrator.engines.pool import EnginePool
+from rolloutmq.services.orchestrator.engines.pool import EnginePool, Placement
 from rolloutmq.services.orchestrator.engines.scaling import EngineBound
 from rolloutmq.services.orchestrator.server import Orchestrator
-from rolloutmq.services.process.child import Exit, Process, spawn
+from rolloutmq.services.process.child import Exit, LocalSpawner, Process, spawn
 from rolloutmq.services.process.identity import MARKER, alive, identify
 from rolloutmq.services.process.runner import Stop
 
@@ -114,12 +114,23 @@ class Table:
 
 @asynccontextmanager
 async def pool(
-    run_dir: Path, settings: RunConfig | None = None, code: str = ENGINE, earlier: Supervision | None = None
+    run_dir: Path,
+    settings: RunConfig | None = None,
+    code: str = ENGINE,
+    earlier: Supervision | None = None,
+    placement: Placement | None = None,
 ) -> AsyncIterator[Table]:
     layout = RunLayout(run_dir)
     write_json(layout.inference, InferenceAddress(url="http://first", pid=1, busy=0.45))
     decisions: list[EngineDecision] = []
-    made = EnginePool(settings or config(), layout, TOKEN, decisions.append, command(layout, code))
+    made = EnginePool(
+        settings or config(),
+        layout,
+        TOKEN,
+        decisions.append,
+        command(layout, code),
+        placement=placement,
+    )
     async with made:
         await made.take_over(earlier)
         yield Table(layout, made, decisions)
@@ -518,3 +529,21 @@ def test_a_second_signal_kills_the_engines_too(run_dir: Path) -> None:
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 130
     wait_for(lambda: living(layout) == {})
+
+
+async def test_engines_of_a_cluster_start_once_it_has_room(run_dir: Path) -> None:
+    refusal = ["no_room: it needs 1 CPU"]
+    placement = Placement(LocalSpawner(), lambda: refusal[0])
+    async with pool(run_dir, placement=placement) as table:
+        await table.until(lambda: bool(table.decisions), wanted=3)
+        assert living(table.layout) == {}
+        assert (table.decisions[-1].target, table.decisions[-1].current) == (3, 1)
+        assert table.decisions[-1].reason == "pinned to 3; no_room: it needs 1 CPU"
+        assert table.pool.no_room == refusal[0]
+        refusal[0] = ""
+        await table.until(lambda: table.pool.ready == 3, wanted=3)
+        assert table.pool.no_room == ""
+        assert list(living(table.layout)) == ["inference.cluster-1", "inference.cluster-2"]
+        await table.until(lambda: list(living(table.layout)) == ["inference.cluster-1"], wanted=2)
+    assert living(table.layout) == {}
+    assert not table.layout.engine("inference.cluster-1").exists()

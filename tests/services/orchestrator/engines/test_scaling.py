@@ -41,10 +41,11 @@ class Driver:
         wanted: int | None = None,
         crew: WorkerCounts | None = None,
         failure: str = "",
+        no_room: str = "",
     ) -> int:
         for _ in range(seconds):
             ready = crew or WorkerCounts(ready=self.state.target)
-            sample = PoolSample(ready, bounds, busy, wanted, failure)
+            sample = PoolSample(ready, bounds, busy, wanted, failure, no_room)
             self.state, self.decision = self.rule.decide(self.state, sample, self.now)
             self.now += 1.0
         return self.decision.target
@@ -192,3 +193,12 @@ def test_the_bounds_hold_whatever_is_seen(
             assert abs(state.target - before.target) <= 1
         if not sample.bounds and sample.wanted is None:
             assert state.target == before.target
+
+
+def test_an_engine_that_a_cluster_has_no_room_for_leads_to_no_further_one() -> None:
+    driver = Driver()
+    assert driver.tick(HELD, 11) == 2
+    alone = WorkerCounts(ready=1)
+    assert driver.tick(HELD, 30, crew=alone, no_room="no_room: it needs 1 CPU") == 2
+    assert driver.decision.reason == "hold: inference_bound: env short of 2.5 workers; an engine is missing"
+    assert driver.tick(FREE, 20, busy=0.1, crew=alone, no_room="no_room: it needs 1 CPU") == 1

@@ -8,14 +8,16 @@ from pathlib import Path
 import pytest
 
 from rolloutmq.schemas.config.run import RunConfig
-from rolloutmq.schemas.process import ProcessSpec, Role
+from rolloutmq.schemas.process import ProcessSpec, Role, Step
 from rolloutmq.schemas.wire.hardware import GpuOrder
-from rolloutmq.services.orchestrator.cluster.capacity.manager import UNPLACED_S, ClusterManager
+from rolloutmq.services.orchestrator.cluster.capacity.manager import UNPLACED_S, ClusterManager, Fleet
 from rolloutmq.services.orchestrator.cluster.messages import Demand, LifeState, Node
 from rolloutmq.services.orchestrator.cluster.remote_processes import RemoteProcess, RemoteProcesses
-from rolloutmq.services.orchestrator.supervision.core import KILL_LADDER, Ladder, Phase, ProcessView
+from rolloutmq.services.orchestrator.supervision.core import KILL_LADDER, Ladder, Phase, ProcessView, Rung
+from rolloutmq.services.orchestrator.supervision.worker_table import env_of
 
 DRAIN: Ladder = ()
+ENGINE_DRAIN: Ladder = (Rung(0.0, Step.USR1),)
 PLACEMENT_S = 60.0
 
 
@@ -43,10 +45,11 @@ class Cluster:
         tree = {
             "environment": {"e": {"entry": "e.py:E"}},
             "broker": {"listen": "tcp://127.0.0.1:7000", "insecure": True},
-            "cluster": {"engine": "ray", "placement_timeout_s": PLACEMENT_S},
+            "cluster": {"engine": "ray", "placement_timeout_s": PLACEMENT_S, "engine_cpus": 2},
+            "inference": {"max_engines": 3},
         }
         self.remote = RemoteProcesses(tmp_path / "socket")
-        self.workers = Played()
+        self.workers, self.engines = Played(), Played()
         self.manager = ClusterManager(RunConfig.model_validate(tree), self.remote)
         self.spawned: list[RemoteProcess] = []
 
@@ -58,18 +61,22 @@ class Cluster:
         )
 
     def start(self, name: str, node: str = "", age_s: float = 60.0) -> None:
-        """Order a worker some time ago, and place it."""
-        one = self.remote.spawn(ProcessSpec(name=name, role=Role.WORKER, argv=(), log="", kind="e"), "token")
+        """Order a worker or an engine some time ago, and place it."""
+        is_worker = env_of(name) == "e"
+        role, kind = (Role.WORKER, "e") if is_worker else (Role.INFERENCE, "")
+        one = self.remote.spawn(ProcessSpec(name=name, role=role, argv=(), log="", kind=kind), "token")
         one.ordered_at -= age_s
         if node:
             one.take(LifeState(life=one.identity.life, name=name, node=node, host=f"h-{node}", pid=7))
             one.placed_at -= age_s
         self.spawned.append(one)
-        self.workers.known[name] = ProcessView(name, Role.WORKER, Phase.RUNNING, 0.0, 0.0, 0, 0, "")
+        fleet = self.workers if is_worker else self.engines
+        fleet.known[name] = ProcessView(name, role, Phase.RUNNING, 0.0, 0.0, 0, 0, "")
 
     def attend(self, **orders: GpuOrder) -> None:
         told = {f"node/{node}": order for node, order in orders.items()}
-        self.manager.attend(self.workers, told or None, lambda _: DRAIN)
+        fleets = Fleet(self.workers, lambda _: DRAIN), Fleet(self.engines, lambda _: ENGINE_DRAIN)
+        self.manager.attend(fleets, told or None)
 
 
 @pytest.fixture
@@ -188,3 +195,63 @@ def test_places_are_those_of_workers_with_a_node(cluster: Cluster) -> None:
     cluster.start("e-0", "a")
     cluster.start("e-1")
     assert cluster.manager.places() == {"e-0": ("h-a", "a")}
+
+
+def test_an_engine_is_ordered_if_a_node_has_room_for_it(cluster: Cluster) -> None:
+    assert cluster.manager.refusal() == "no_room: the nodes of the cluster are not known yet"
+    cluster.free(2.0, 1.0)
+    assert cluster.manager.refusal() == ""
+    cluster.start("inference.cluster-1", age_s=0.0)
+    told = "no_room: the cluster has no room for another engine: it needs 2 CPU; every node that has as much is in use"
+    assert cluster.manager.refusal() == told, "the one that waits takes the room"
+    cluster.attend(b=GpuOrder(number=1, cordoned=True))
+    cluster.free(1.0, 2.0)
+    assert cluster.manager.refusal() == told
+
+
+def test_engines_take_the_room_of_workers_and_are_wanted_with_them(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Demand] = []
+    monkeypatch.setattr(cluster.remote, "_tell", told.append)
+    cluster.free(2.0, 0.0)
+    assert cluster.manager.admits("e")
+    cluster.start("e-0", "b")
+    cluster.start("inference.cluster-1", age_s=0.0)
+    assert not cluster.manager.admits("e")
+    limit = cluster.manager.limit("e", 1, 8)
+    assert limit is not None
+    assert limit.workers == 1
+    cluster.manager.wants({"e": 2}, engines=1)
+    assert told[-1] == Demand(workers={"e": 2, "inference.cluster": 1})
+
+
+def test_an_engine_leaves_a_cordoned_node_by_its_own_drain(cluster: Cluster) -> None:
+    cluster.free(2.0, 2.0)
+    cluster.start("inference.cluster-1", "a")
+    cluster.start("e-0", "a")
+    cluster.attend(a=GpuOrder(number=5, cordoned=True, reason="a new kernel"))
+    reason = "node a is cordoned: by hand: a new kernel"
+    assert (cluster.engines.retired, cluster.engines.ladders) == (
+        {"inference.cluster-1": reason},
+        [ENGINE_DRAIN],
+    )
+    assert cluster.workers.retired == {"e-0": reason}
+    first = cluster.manager.records()[0]
+    assert (first.workers, first.engines) == (("e-0",), ("inference.cluster-1",))
+
+
+def test_an_engine_without_room_is_taken_back_although_it_is_the_only_one(cluster: Cluster) -> None:
+    """As after the loss of its node. The launcher runs the first engine, so none has to tell what is missing."""
+    cluster.free(0.0, 1.0)
+    cluster.start("e-0", "a")
+    cluster.start("inference.cluster-1", age_s=2 * UNPLACED_S)
+    cluster.attend()
+    assert cluster.engines.retired == {}, "the others of node a may end"
+    cluster.spawned[-1].ordered_at -= PLACEMENT_S
+    cluster.attend()
+    told = "no_room: the cluster has no room for it, waiting for 2 CPU"
+    assert (cluster.engines.retired, cluster.engines.ladders) == (
+        {"inference.cluster-1": told},
+        [KILL_LADDER],
+    )

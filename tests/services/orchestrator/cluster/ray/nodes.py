@@ -31,8 +31,8 @@ from ray.cluster_utils import Cluster
 orders = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
 signal.pthread_sigmask(signal.SIG_BLOCK, orders)
 node = {"object_store_memory": 80_000_000, "include_dashboard": False}
-made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **node})
-nodes = [made.add_node(num_cpus=2, **node) for _ in range(3)]
+made = Cluster(initialize_head=True, head_node_args={**json.loads(sys.argv[2]), **node})
+nodes = [made.add_node(num_cpus=2, **node) for _ in range(int(sys.argv[3]))]
 raylets = [one.all_processes["raylet"][0].process.pid for one in nodes]
 file = Path(sys.argv[1])
 file.with_suffix(".tmp").write_text(json.dumps({"address": made.address, "raylets": raylets}))
@@ -58,14 +58,21 @@ def wait_until(met: Callable[[], T], what: str) -> T:
 
 
 class Nodes:
-    """Three nodes with two logical CPUs each, beside a head without any."""
+    """Nodes with two logical CPUs each, beside a head.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        directory: Empty directory of theirs, with a short path.
+        head: What the head has.
+        count: Number of the others.
+    """
+
+    def __init__(self, directory: Path, head: dict[str, int] | None = None, count: int = 3) -> None:
         self.environ = {
             **os.environ,
             "RAY_TMPDIR": str(directory),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_raylet_start_wait_time_s": "150",
+            "RAY_prestart_worker_first_driver": "0",  # a node would keep them, whoever has ended
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
         }
@@ -73,7 +80,7 @@ class Nodes:
         self._removed = told.with_suffix(".removed")
         with log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", CLUSTER, str(told)],
+                [sys.executable, "-c", CLUSTER, str(told), json.dumps(head or {"num_cpus": 0}), str(count)],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -174,6 +181,16 @@ class Run:
         """Return the pid of each worker, 0 while it has none."""
         file = self.layout.workers
         return {one["name"]: one["pid"] for one in json.loads(file.read_text())} if file.exists() else {}
+
+    def engines(self) -> dict[str, int]:
+        """Return the pid of each engine beyond the first, 0 while it has none."""
+        file = self.layout.engines
+        return {one["name"]: one["pid"] for one in json.loads(file.read_text())} if file.exists() else {}
+
+    def engine_node(self, engine: str) -> str:
+        """Return the node of an engine; empty while it has no process."""
+        found = (one for one in self.supervision().engine_lives if one.worker == engine and one.pid)
+        return next((one.node for one in found), "")
 
     def supervision(self) -> Supervision:
         """Return the report of the orchestrator."""

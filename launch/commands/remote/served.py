@@ -1,39 +1,22 @@
-"""Heartbeats of an engine that serves a run of another host: what its address file says, once a second.
+"""Where an engine that serves a run of another host listens, and where others reach it."""
 
-Its own file is on this host. The broker writes the same beside the files of the run's other engines, so that workers
-find it wherever they are.
-"""
-
-import logging
 import re
-import socket
 import ssl
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from rolloutmq.bus.log_throttle import WaitLog
-from rolloutmq.bus.rundir import read_json
 from rolloutmq.bus.transport.bindings import http_url
-from rolloutmq.bus.transport.mirror.mirror import Mirror
+from rolloutmq.bus.transport.mirror.engine_beats import own_host
 from rolloutmq.bus.transport.mirror.place import host_of
 from rolloutmq.bus.transport.mirror.run_copy import Accept
-from rolloutmq.bus.transport.way.families import families
-from rolloutmq.launch.commands.remote.beats import send_beats
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import InferenceAddress, RunLayout
+from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.network.address import is_loopback
-from rolloutmq.schemas.wire.joining import EngineBeat, EngineState
 from rolloutmq.services.http_server.tls import load_certificate, problem_of_name
 
-logger = logging.getLogger(__name__)
-
-WEIGHTS_S: Final = 5.0
-"""Time without weights after which the command says what is missing."""
 _PORT: Final = re.compile(r":([0-9]+)/?$")
 
 
@@ -132,83 +115,3 @@ class Served:
 
     def _host(self, address: str) -> str:
         return self.advertise or (own_host(host_of(address)) if self.host in {"0.0.0.0", "::"} else self.host)
-
-
-class EngineBeats:
-    """Tells the broker of one engine of this host."""
-
-    def __init__(self, name: str, served: Served) -> None:
-        self._name = name
-        self._served = served
-
-    async def run(self, mirror: Mirror, layout: RunLayout) -> None:
-        """Send heartbeats until cancelled; then say that the engine ends."""
-
-        def beat(told: InferenceAddress, address: str, *, ends: bool) -> EngineBeat:
-            state = EngineState(
-                name=self._name,
-                url=self._served.url(told.url, address),
-                pid=told.pid,
-                number=told.number,
-                at=told.at,
-                in_hand=told.in_hand,
-                busy=told.busy,
-                draining=told.draining,
-                trouble=told.trouble[:200],
-                network=told.network,
-                run_id=told.run_id,
-                version=told.version,
-            )
-            return EngineBeat(engine=state, host=socket.gethostname()[:255], ends=ends)
-
-        log = WaitLog(WEIGHTS_S)
-
-        def read() -> InferenceAddress | None:
-            found = _read(layout.engine(self._name))
-            if found is None and not layout.weights.exists():
-                if log.is_due("weights", now := time.monotonic()):
-                    logger.warning(
-                        "waiting for=weights waited_s=%.0f: %s",
-                        log.waited_s(now),
-                        _no_weights(layout, mirror.config),
-                    )
-            else:
-                log.over()
-            return found
-
-        await send_beats(mirror, self._name, read, beat)
-
-
-def _no_weights(layout: RunLayout, config: RunConfig) -> str:
-    """Return what an engine without weights lacks: a relay, or a trainer beside it."""
-    backend = config.weights.backend
-    if backend == "stream":
-        return (
-            f"no relay has written {layout.weights}; start `rolloutmq relay` on this host, or look at its log"
-        )
-    return (
-        f"no trainer of this host has written {layout.weights}; with weights.backend={backend} an engine runs on the "
-        "host of the trainer, in the same directory; elsewhere the run needs weights.backend=stream, and this host "
-        "a relay"
-    )
-
-
-def own_host(other: str) -> str:
-    """Return the address of this host by which it reaches another one."""
-    host = other.strip("[]")
-    is_ipv6 = ":" in host or families.is_ipv6(f"tcp://{host}:9")
-    family = socket.AF_INET6 if is_ipv6 else socket.AF_INET
-    # Connecting a datagram socket sends nothing; it only selects the source address.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))
-        except OSError:
-            return socket.gethostname()
-        return str(probe.getsockname()[0])
-
-
-def _read(path: Path) -> InferenceAddress | None:
-    try:
-        return read_json(path, InferenceAddress)
-    except (msgspec.DecodeError, OSError):
-        return None

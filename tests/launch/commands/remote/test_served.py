@@ -1,18 +1,15 @@
 """Where an engine of another host listens, and the URL by which others reach it."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
 from tests.services.http_server.authority import Pair, pair
 
 from rolloutmq.bus.rundir import load_run, write_json
-from rolloutmq.bus.transport.mirror.mirror import Mirror
-from rolloutmq.launch.commands.remote import beats, engine_beats
-from rolloutmq.launch.commands.remote.engine_beats import EngineBeats, Served
+from rolloutmq.launch.commands.remote.served import Served
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.errors import ConfigError
-from rolloutmq.schemas.files import Connection, RunLayout
+from rolloutmq.schemas.files import RunLayout
 
 BROKER = "tcp://127.0.0.1:7760"
 
@@ -88,28 +85,3 @@ def test_an_engine_with_a_key_starts_within_reach_of_others(run_dir: Path) -> No
     accept = Served("10.0.0.9", has_tokens=True).accepting(lambda _data, _layout: RunConfig())
     write_json(layout.config, accept(b"", layout))
     assert load_run(run_dir)[0].inference.host == "10.0.0.9"
-
-
-@pytest.mark.parametrize(
-    ("backend", "said"),
-    [
-        ("posix_shm", "with weights.backend=posix_shm an engine runs on the host of the trainer"),
-        ("stream", "start `rolloutmq relay` on this host"),
-    ],
-)
-async def test_an_engine_without_weights_says_what_is_missing(
-    run_dir: Path, backend: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(engine_beats, "WEIGHTS_S", 0.1)
-    monkeypatch.setattr(beats, "BEAT_S", 0.02)
-    config = RunConfig.model_validate({"weights": {"backend": backend}})
-    monkeypatch.setattr(Mirror, "config", config)
-    mirror = Mirror(Connection(addresses=(BROKER,)), lambda _data, _layout: RunConfig(), run_dir)
-    beating = asyncio.create_task(
-        EngineBeats("inference.far", Served()).run(mirror, RunLayout(run_dir)), name="beats"
-    )
-    async with asyncio.timeout(60):
-        while said not in caplog.text:  # noqa: ASYNC110 - a log line has no event
-            await asyncio.sleep(0.01)
-    beating.cancel()
-    await asyncio.wait({beating})
