@@ -169,8 +169,7 @@ class ProducerConnection:
         self.info = place.info
         self._session.belongs_to(place.run_id)
         if place.epoch == self._session.epoch:
-            if not is_kept:
-                self._session.reconnected()
+            self._session.reconnected(is_kept=is_kept)
             self.ask()
         else:
             self._offer_arena(client, place.arena_bytes)

@@ -6,8 +6,8 @@ Syncs: published acks may be lost, so the session sends a `Sync` request
 - soon after a rollout was abandoned, while a task waits for its permit;
 - `ALIVE_S` after the broker last heard of the session, so it does not count as dead.
 Only the reply to a Sync decides which groups are resent. The reply can overtake groups that a busy broker has not read,
-so slow acks and slow replies extend the time after which a group counts as lost. A broker that reads no groups, since
-it has no room, gets none again.
+so slow acks and slow replies extend the time after which a group counts as lost. A broker that may read no groups,
+since it has no room, gets one again after `RESEND_MAX_S` more: the group may be the one that its trainer waits for.
 
 Pipes: requests and groups have a connection each. A middlebox may forget the one of the groups and end neither side. So
 a broker that answers syncs, and gets no group for `PIPE_S`, needs a new pipe.
@@ -19,6 +19,7 @@ Arena: each registration offers a new arena, and no slot of an old one is reused
 or writing it to disk, never finds another group there. Unacked groups of an old arena are sent as frames.
 """
 
+import math
 import mmap
 import os
 from collections import Counter
@@ -30,7 +31,7 @@ from msgspec.structs import replace
 
 from rolloutmq.bus.encoding.codec import EncodedGroup, PreparedGroup, encode_envelope, encode_group
 from rolloutmq.bus.producer.credit import Credit
-from rolloutmq.bus.producer.spool import RESEND_S, Spool, SpoolEntry
+from rolloutmq.bus.producer.spool import RESEND_MAX_S, RESEND_S, Spool, SpoolEntry
 from rolloutmq.bus.shm.arena import Arena
 from rolloutmq.bus.shm.arena_allocator import ArenaBlock
 from rolloutmq.schemas.errors import LimitExceededError
@@ -139,10 +140,14 @@ class SessionState:
         """Whether the broker's answer is consistent: a new session, or this one with every group that it acked."""
         return ack.session != self.number or self.spool.agrees(ack)
 
-    def reconnected(self) -> None:
-        """Note new sockets to the same broker: sent groups may be lost, so a sync is due."""
+    def reconnected(self, *, is_kept: bool = False) -> None:
+        """Note sockets to the same broker, new ones or those that were kept.
+
+        With new ones sent groups may be lost, so a sync is due.
+        """
         self._blocked_at = None
-        self.spool.doubt()
+        if not is_kept:
+            self.spool.doubt()
 
     def forget(self) -> None:
         """Give up the session's number; the next registration opens a new session."""
@@ -188,9 +193,9 @@ class SessionState:
         if (ack.session, ack.epoch) == (self.number, self.epoch):
             self._heed(ack)
         self._is_slow(now - self._asked_at)
-        moment = now - self._slack_s
+        moment = now - self._slack_s - (RESEND_MAX_S if ack.wait in _HELD else 0.0)
         accepted = self.acked(ack, now)
-        return accepted, [] if ack.wait in _HELD else self.spool.send_overdue_again(moment)
+        return accepted, self.spool.send_overdue_again(moment)
 
     def _is_slow(self, took_s: float) -> None:
         """Note how long a reply took: the broker may have read as late the groups that were sent with the request."""
@@ -226,7 +231,7 @@ class SessionState:
             self._blocked_at, self._pipe_s = None, PIPE_S
         if accepted:
             self._known_at = max(self._known_at, accepted[-1].sent_at)
-            if accepted[0].sends == 1:
+            if accepted[0].sends == 1 and accepted[0].sent_at > -math.inf:
                 took_s = now - accepted[0].sent_at
                 self._slack_s = min(max(0.0, 2 * took_s - RESEND_S), SLACK_MAX_S)
         return accepted

@@ -238,6 +238,7 @@ class _Way:
             if asked is not None:
                 asked.cancel()
                 await asyncio.wait({asked})
+                _ = asked.cancelled() or asked.exception()  # which nobody wants any more
         finally:
             if client is not None:
                 await client.close()
@@ -290,7 +291,7 @@ async def insist(
         BrokerUnavailableError: The broker does not answer, or has restarted.
         SessionFencedError, LeaseLostError, RefusedError, ClosedError: As for `BrokerClient.request`.
     """
-    waited_s = 0.0
+    waited_s, least_s = 0.0, repeat_s
     patience_s = max(patience_s, client.patience_s)
     while True:
         try:
@@ -301,4 +302,5 @@ async def insist(
         waited_s += patience_s
         on_slow()
         logger.warning("broker slow request=%s waited_s=%.0f", type(message).__name__, waited_s)
-        patience_s = repeat_s = min(2 * patience_s, max(SLOWEST_S, patience_s))
+        patience_s = min(2 * patience_s, max(SLOWEST_S, patience_s))
+        repeat_s = max(least_s, min(patience_s, SLOWEST_S))

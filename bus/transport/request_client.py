@@ -43,8 +43,8 @@ TIMEOUT_S: Final = 10.0
 RESEND_S: Final = 1.0
 """Default pause before an unanswered request is sent again."""
 
-RESEND_MAX_S: Final = 8.0
-"""Longest such pause."""
+RESEND_MAX_S: Final = 6.0
+"""Longest such pause; shorter than the broker's `silence_s`."""
 PATIENCE_MAX_S: Final = 30.0
 """Most that `BrokerClient.patience_s` becomes."""
 LOOK_S: Final = 0.25
@@ -90,7 +90,8 @@ class BrokerClient:
         self.patience_s = 0.0
         """Twice the time that the last answer took beyond the first pause, or that the last request without one waited.
 
-        The first pause of a request that waits at the broker, such as a pull, is longer than that wait.
+        It counts from when the request left. The first pause of one that waits at the broker, such as a pull, is longer
+        than that wait.
         """
         self._open: tuple[Scope, Channel] | None = None
 
@@ -160,7 +161,7 @@ class BrokerClient:
 
     async def _asked(self, frames: list[bytes], timeout_s: float, resend_s: float) -> list[zmq.Frame]:
         now = time.monotonic()
-        until, slow_from = now + timeout_s, now + resend_s
+        until, slow_from = now + timeout_s, math.inf
         answer = self._expect(frames[0])
         while not answer.done() and now < until:
             if self._open is None:
@@ -170,6 +171,7 @@ class BrokerClient:
             if not channel.try_send(frames):
                 await _for_at_most(channel.ready(zmq.POLLOUT), patience_s)
             else:
+                slow_from = min(slow_from, now + resend_s)
                 resend_s = longer_resend_s(resend_s)
                 self._end_by(frames[0], now + patience_s)
                 if (received := await answer) is not None:
@@ -181,7 +183,8 @@ class BrokerClient:
             return received
         if self._open is None:
             raise ClosedError
-        self.patience_s = max(self.patience_s, min(2 * timeout_s, PATIENCE_MAX_S))
+        if slow_from < math.inf:
+            self.patience_s = max(self.patience_s, min(2 * timeout_s, PATIENCE_MAX_S))
         raise unavailable(self.address, timeout_s, self.problem)
 
     def _expect(self, number: bytes) -> "asyncio.Future[list[zmq.Frame] | None]":

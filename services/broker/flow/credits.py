@@ -29,6 +29,7 @@ from typing import Final
 
 import msgspec
 
+from rolloutmq.bus.producer.session import SLACK_MAX_S
 from rolloutmq.bus.producer.spool import RESEND_MAX_S
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.wire.envelope import GroupHeader, Split
@@ -49,7 +50,7 @@ MANY: Final = 64
 """Live producers from which on that counts. Among fewer each has a large part of the room, which goes round sooner."""
 RATED_S: Final = 2.0
 """Time over which arrivals are counted for that pause."""
-CLAIM_S: Final = 2 * RESEND_MAX_S
+CLAIM_S: Final = 3 * RESEND_MAX_S + SLACK_MAX_S
 """Room is kept this long for a refused group: its producer sends it again in this time."""
 
 

@@ -71,7 +71,7 @@ class FdGuard:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._limit = limit
         self._most = limit - min(RESERVE, limit // 4)
-        self._logged_at = float("-inf")
+        self._logged_at = self._told_at = float("-inf")
         if not self._files or limit == resource.RLIM_INFINITY:
             self.due = float("inf")
 
@@ -86,7 +86,7 @@ class FdGuard:
             self._filter(near, used, now)
         if near and self._remote and now >= self._cut_due:
             self._cut_due = now + CUT_S
-            self._cut_silent(used)
+            self._cut_silent(used, now)
         if used >= self._most and not self._hidden:
             self._note(used, now)
             self._move(hidden=True)
@@ -113,9 +113,11 @@ class FdGuard:
             listener.close()
         self._listeners.clear()
 
-    def _cut_silent(self, used: int) -> None:
+    def _cut_silent(self, used: int, now: float) -> None:
         """Cut off the connections by the listener from which no byte has come."""
-        if count := cut_silent(self._remote, min(used + SPREAD, self._limit, LOOKED_AT)):
+        count = cut_silent(self._remote, min(used + SPREAD, self._limit, LOOKED_AT))
+        if count and now - self._told_at >= LOG_S:
+            self._told_at = now
             logger.warning("descriptor limit reached, silent connections cut connections=%d", count)
 
     def _filter(self, filtered: bool, used: int, now: float) -> None:

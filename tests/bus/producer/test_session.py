@@ -539,9 +539,46 @@ def test_a_registration_that_took_long_delays_what_is_sent_again() -> None:
 
 
 @pytest.mark.parametrize("wait", [Wait.GLOBAL_FULL, Wait.JOURNAL_SLOW])
-def test_a_broker_that_reads_no_groups_gets_none_again(wait: Wait) -> None:
+def test_a_broker_that_may_read_no_groups_gets_one_again_late(wait: Wait) -> None:
+    """It may read after all, and its trainer wait for this group."""
     session = opened(1)
     send(session, 0.0)
     assert session.synced(ack(wait=wait), session.ask(RESEND_S), RESEND_S)[1] == []
-    (again,) = session.synced(ack(), session.ask(2 * RESEND_S), 2 * RESEND_S)[1]
+    late = RESEND_S + RESEND_MAX_S
+    (again,) = session.synced(ack(wait=wait), session.ask(late), late)[1]
     assert again.header.seq == 1
+
+
+def test_a_broker_that_may_read_no_groups_gets_one_again_by_a_new_pipe() -> None:
+    session = opened(1)
+    send(session, 0.0)
+    session.reconnected()
+    (again,) = session.synced(ack(wait=Wait.GLOBAL_FULL), session.ask(0.1), 0.1)[1]
+    assert again.header.seq == 1
+
+
+def test_groups_stay_under_way_where_the_sockets_stay() -> None:
+    session = opened(1)
+    send(session, 0.0)
+    session.reconnected(is_kept=True)
+    assert session.synced(ack(), session.ask(0.1), 0.1)[1] == []
+
+
+def test_a_stop_of_the_broker_tells_nothing_about_the_pipe() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    moment = RESEND_S
+    answer = ack()
+    assert session.synced(answer, session.ask(moment), moment)[1] != []
+    assert not session.pipe_is_dead(answer, moment)
+    session.reconnected(is_kept=True)  # it was stopped for long
+    assert not session.pipe_is_dead(answer, moment + 10 * PIPE_S)
+
+
+def test_a_group_that_had_arrived_by_a_lost_pipe_tells_no_slow_broker() -> None:
+    session = opened(2)
+    send(session, 0.0)
+    session.reconnected()
+    again = session.synced(ack(cumulative=1), session.ask(0.1), 0.1)[1]
+    assert [entry.header.seq for entry in again] == [2]
+    assert session._slack_s == 0.0

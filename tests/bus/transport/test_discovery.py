@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from tests.bus.consumer.test_round_trip import config, stamped
@@ -14,7 +15,10 @@ from rolloutmq.bus.producer.client import Producer
 from rolloutmq.bus.rundir import write_json
 from rolloutmq.bus.transport import discovery, sockets
 from rolloutmq.bus.transport.discovery import Search, reach, serve_address
+from rolloutmq.bus.transport.request_client import RESEND_MAX_S, BrokerClient
 from rolloutmq.bus.transport.sockets import make_context
+from rolloutmq.schemas.config.broker import BrokerConfig
+from rolloutmq.schemas.errors import BrokerUnavailableError, ClosedError
 from rolloutmq.schemas.files import RunLayout
 from rolloutmq.schemas.group import Group
 from rolloutmq.schemas.lives import Life
@@ -229,3 +233,29 @@ async def test_a_pull_and_a_send_that_wait_say_why(
             batch = await pulling
             await batch.ack()
             await asyncio.wait({sending})
+
+
+async def test_a_patient_client_repeats_within_the_silence_of_a_dead_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the broker would take the sender of a request that lasts for dead."""
+    pauses: list[float] = []
+
+    class Slow(BrokerClient):
+        async def request_frames(self, *_: object) -> NoReturn:  # type: ignore[override]
+            pauses.append(float(_[2]))  # type: ignore[arg-type]
+            if len(pauses) == 4:
+                raise ClosedError
+            raise BrokerUnavailableError("ipc://b", 1.0)
+
+    async def alive(*_: object) -> bool:
+        return True
+
+    monkeypatch.setattr(discovery, "lives", alive)
+    client = Slow("ipc://b")
+    client.patience_s = 30.0
+    with pytest.raises(ClosedError):
+        await discovery.insist(client, GetInfo(), 1, 3.0, 0.5)
+    assert pauses[0] == 0.5
+    assert max(pauses) <= discovery.SLOWEST_S < BrokerConfig().silence_s
+    assert BrokerConfig().silence_s > RESEND_MAX_S
