@@ -242,7 +242,7 @@ async def test_a_patient_client_repeats_within_the_silence_of_a_dead_one(
     pauses: list[float] = []
 
     class Slow(BrokerClient):
-        async def request_frames(self, *_: object) -> NoReturn:  # type: ignore[override]
+        async def request_frames(self, *_: object) -> NoReturn:
             pauses.append(float(_[2]))  # type: ignore[arg-type]
             if len(pauses) == 4:
                 raise ClosedError
