@@ -517,14 +517,15 @@ class ByteCredits:
     def wait(self, session: ProducerSession) -> Wait:
         """Return why the session may not send another group of usual size, or a refused one again; NONE if it may."""
         lane = session.lane
-        if (claim := self._claims.get(session.number)) is not None and claim.need:
-            return Wait.GLOBAL_FULL
-        if session.number not in self._credit_queue or session.bytes_out >= max(1, lane.usual_bytes):
+        claim = self._claims.get(session.number)
+        is_refused = claim is not None and claim.need > 0
+        has_credit = session.number not in self._credit_queue or session.bytes_out >= max(1, lane.usual_bytes)
+        if has_credit and not is_refused:
             return Wait.NONE
         if not session.draining and lane.room <= 0 and lane.held_bytes * 2 >= lane.rule.high_bytes:
             return Wait.LANE_FULL
         full = self._lanes.held_bytes * 2 >= self._config.high_bytes
-        return Wait.GLOBAL_FULL if full else Wait.NO_CREDIT
+        return Wait.GLOBAL_FULL if full or is_refused else Wait.NO_CREDIT
 
     def clear(self) -> None:
         """Forget all grants."""

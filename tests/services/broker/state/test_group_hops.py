@@ -278,7 +278,7 @@ def test_beyond_a_number_of_groups_one_of_several_stands_for_all(
             assert abs(row.durations.count - 80) <= STRIDE // 2
             assert row.tokens == tokens * row.durations.count
             assert row.durations.mean_s == pytest.approx(seconds)
-            assert row.slowest_id.startswith(f"p-{env}/")
+            assert row.slowest_id.startswith(f"p-{env}-")
         assert found[Hop.TRAIN, env, Split.TRAIN].durations.count == 80
 
 
