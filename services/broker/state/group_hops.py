@@ -42,6 +42,8 @@ DELIVERED: Final = 4 * GATHERED
 SINGLY: Final = 1024
 """Groups of an environment in a sample that count one by one; see above. A percentile of as many is good enough."""
 STRIDE: Final = 16
+MIXED: Final = 0
+"""In place of what each group stands for: they are of several environments, and not yet thinned."""
 CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
 """Most producers on other hosts: two of each worker."""
 
@@ -85,7 +87,7 @@ class GroupHops:
         self._thinned: list[StoredGroup] = []
         """New groups of which each counts for `STRIDE`."""
         self._delivered: list[tuple[Sequence[StoredGroup], list[float], int]] = []
-        """Groups that were handed out for the first time, their waits, and how many each stands for."""
+        """Groups that were handed out for the first time, their waits, and how many each stands for or `MIXED`."""
         self._delivered_groups = 0
         self._thinnings: defaultdict[tuple[Hop, str, Split], Thinning] = defaultdict(Thinning)
         self._rows: dict[tuple[Hop, str, Split], RowRecorder] = {}
@@ -166,7 +168,7 @@ class GroupHops:
             return
         if self._delivered_groups >= DELIVERED:
             self._gather_delivered()
-        groups, times = share.groups, 1
+        groups, times = share.groups, MIXED
         if len(share.lanes) == 1:
             places, times = self._places(Hop.QUEUE, groups[0], len(groups))
             groups = groups[places]
@@ -177,7 +179,7 @@ class GroupHops:
     def _gather_delivered(self) -> None:
         delivered, self._delivered, self._delivered_groups = self._delivered, [], 0
         for groups, waited_s, times in delivered:
-            if times > 1 or is_one_env(groups):
+            if times != MIXED:
                 self._count_waits(groups, waited_s, times)
                 continue
             lanes: defaultdict[str, tuple[list[StoredGroup], list[float]]] = defaultdict(lambda: ([], []))
