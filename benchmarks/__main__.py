@@ -89,13 +89,17 @@ def main(words: Sequence[str]) -> int:
         print(f"unknown part: {', '.join(sorted(unknown))}; use {', '.join(PARTS)}", file=sys.stderr)
         return 2
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # a user's programs start from bytecode
-    rows, skipped = measured({name: part for name, part in PARTS.items() if not words or name in words})
+    parts = {name: part for name, part in PARTS.items() if not words or name in words}
+    rows, skipped = measured(parts, lambda row: results.keep([row], whole=False))
     results.keep(rows, whole=not words and not skipped)
     return int(any(row.met is False for row in rows))
 
 
-def measured(parts: dict[str, Part]) -> tuple[list[Row], list[str]]:
-    """Measure parts; return their rows, and the names of the skipped parts."""
+def measured(parts: dict[str, Part], keep: Callable[[Row], None]) -> tuple[list[Row], list[str]]:
+    """Measure parts; return their rows, and the names of the skipped parts.
+
+    Each row is kept as soon as it is measured: an error hours later must not cost it.
+    """
     rows, skipped = [], []
     for name, part in parts.items():
         if why := part.missing():
@@ -104,6 +108,7 @@ def measured(parts: dict[str, Part]) -> tuple[list[Row], list[str]]:
             continue
         for row in part.rows():
             rows.append(row)
+            keep(row)
             print(row.line(), flush=True)
     return rows, skipped
 

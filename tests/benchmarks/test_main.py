@@ -1,3 +1,5 @@
+from collections.abc import Iterator
+
 import pytest
 
 from benchmarks import __main__ as bench
@@ -13,7 +15,9 @@ def test_a_part_without_its_rival_is_left_out_and_says_so(capsys: pytest.Capture
         "here": Part(lambda: iter([ONE])),
         "away": Part(lambda: iter([ONE, ONE]), lambda: "it is not there"),
     }
-    assert bench.measured(parts) == ([ONE], ["away"])
+    kept: list[Row] = []
+    assert bench.measured(parts, kept.append) == ([ONE], ["away"])
+    assert kept == [ONE]
     assert "away skipped: it is not there" in capsys.readouterr().out
 
 
@@ -27,4 +31,17 @@ def test_rows_of_what_is_left_out_stay(monkeypatch: pytest.MonkeyPatch, skipped:
     monkeypatch.setattr(bench, "PARTS", {"one": Part(lambda: iter([ONE]), lambda: "away" if skipped else "")})
     monkeypatch.setattr(results, "keep", lambda rows, *, whole: kept.append((list(rows), whole)))
     assert bench.main([]) == int(not skipped)
-    assert kept == [([] if skipped else [ONE], whole)]
+    assert kept == [([], False)] if skipped else [([ONE], False), ([ONE], whole)]
+
+
+def test_a_row_outlives_the_error_of_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows() -> Iterator[Row]:
+        yield ONE
+        raise ZeroDivisionError
+
+    kept = []
+    monkeypatch.setattr(bench, "PARTS", {"one": Part(rows)})
+    monkeypatch.setattr(results, "keep", lambda rows, *, whole: kept.append((list(rows), whole)))
+    with pytest.raises(ZeroDivisionError):
+        bench.main([])
+    assert kept == [([ONE], False)]

@@ -1,13 +1,15 @@
 """A scripted broker, for faults that a real one does not show on demand."""
 
 import asyncio
+import errno
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
 from rolloutmq.bus.encoding import codec, topics
 from rolloutmq.bus.encoding.codec import encode_group, encode_tables
@@ -53,6 +55,16 @@ V0 = PolicyVersion(3, 10)
 V1 = PolicyVersion(3, 11)
 Answer = Reply | tuple[Reply, list[Any]] | None
 """A reply, a reply with frames, or silence."""
+
+
+@contextmanager
+def heard_by_nobody() -> Iterator[None]:
+    """Let a reply go to a client that replaced its socket meanwhile, as the broker does."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        if error.errno != errno.EHOSTUNREACH:
+            raise
 
 
 class FakeBroker:
@@ -224,7 +236,8 @@ class FakeBroker:
             answer = self.answers.get(type(request), self._answer)(request)
             if answer is not None:
                 reply, frames = answer if isinstance(answer, tuple) else (answer, [])
-                channel.try_send([*route, codec.encode(reply), *frames])
+                with heard_by_nobody():
+                    channel.try_send([*route, codec.encode(reply), *frames])
             await self._notify()
 
     def _open(self, resume: int) -> None:
