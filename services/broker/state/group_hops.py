@@ -39,11 +39,13 @@ GATHERED: Final = 128
 """New groups that are counted together: many enough, and with their frames in the processor's second-level cache."""
 DELIVERED: Final = 4 * GATHERED
 """Most groups that were handed out and wait for `gather`, before those of the last batch."""
-SINGLY: Final = 1024
-"""Groups of an environment in a sample that count one by one; see above. A percentile of as many is good enough."""
+SINGLY: Final = 256
+"""Groups of an environment in a sample that count one by one; see above."""
 STRIDE: Final = 16
 MIXED: Final = 0
 """In place of what each group stands for: they are of several environments, and not yet thinned."""
+ALL: Final = slice(None), 1
+"""Places and times where each group counts for itself."""
 CLOCKS_LIMIT: Final = 2 * PROCESSES_LIMIT
 """Most producers on other hosts: two of each worker."""
 
@@ -58,13 +60,18 @@ class Thinning:
         self._skipped = STRIDE // 2
         """Groups before the next one that counts: half a stride, so that the sums are too high as often as too low."""
 
-    def places(self, groups: int) -> tuple[slice, int]:
-        """Return the places to count among so many groups that follow, and how many each stands for."""
-        seen = self._seen
-        self._seen += groups
-        if seen < SINGLY:
-            return slice(None), 1
+    def places(self, groups: int) -> tuple[slice, int] | None:
+        """Return the places to count among so many groups that follow, and how many each stands for.
+
+        None if there is none, as for most messages of a single group.
+        """
+        if self._seen < SINGLY:
+            self._seen += groups
+            return ALL
         begin = self._skipped
+        if begin >= groups:
+            self._skipped = begin - groups
+            return None
         self._skipped = (begin - groups) % STRIDE
         return slice(begin, None, STRIDE), STRIDE
 
@@ -88,6 +95,8 @@ class GroupHops:
         """New groups of which each counts for `STRIDE`."""
         self._delivered: list[tuple[Sequence[StoredGroup], list[float], int]] = []
         """Groups that were handed out for the first time, their waits, and how many each stands for or `MIXED`."""
+        self.uncounted = 0
+        """Number of new groups that `gather` has yet to count."""
         self._delivered_groups = 0
         self._thinnings: defaultdict[tuple[Hop, str, Split], Thinning] = defaultdict(Thinning)
         self._rows: dict[tuple[Hop, str, Split], RowRecorder] = {}
@@ -121,20 +130,22 @@ class GroupHops:
         """Number of groups that `gather` has yet to count: new ones, and those handed out."""
         return self.uncounted + self._delivered_groups
 
-    @property
-    def uncounted(self) -> int:
-        """Number of new groups that `gather` has yet to count."""
-        return len(self._arrived) + len(self._thinned)
-
     def accepted(self, groups: Sequence[StoredGroup]) -> None:
         """Note new groups of one producer."""
         if not self._enabled:
             return
-        places, times = self._places(Hop.SEND, groups[0], len(groups))
+        first = groups[0]
+        counted = self._thinnings[Hop.SEND, first.env, first.split].places(len(groups))
+        if counted is None:
+            return
+        places, times = counted
         if times == 1:
             self._arrived += groups
+            self.uncounted += len(groups)
         else:
-            self._thinned += groups[places]
+            found = groups[places]
+            self._thinned += found
+            self.uncounted += len(found)
 
     def gather(self) -> None:
         """Count rollout and way of the new groups, and the time in the queue of those handed out.
@@ -144,6 +155,7 @@ class GroupHops:
         self._gather_delivered()
         arrived, self._arrived = self._arrived, []
         thinned, self._thinned = self._thinned, []
+        self.uncounted = 0
         for groups in _by_lane(arrived):
             self._count_arrived(groups, 1)
         for groups in _by_lane(thinned):
@@ -170,8 +182,13 @@ class GroupHops:
             self._gather_delivered()
         groups, times = share.groups, MIXED
         if len(share.lanes) == 1:
-            places, times = self._places(Hop.QUEUE, groups[0], len(groups))
-            groups = groups[places]
+            first = groups[0]
+            counted = self._thinnings[Hop.QUEUE, first.env, first.split].places(len(groups))
+            if counted is None:
+                return
+            places, times = counted
+            if times != 1:
+                groups = groups[places]
         groups = [group for group in groups if group.deliveries == 1]
         self._delivered.append((groups, [wall - group.accepted_wall for group in groups], times))
         self._delivered_groups += len(groups)
@@ -188,8 +205,11 @@ class GroupHops:
                 members.append(group)
                 waits_s.append(seconds)
             for members, waits_s in lanes.values():
-                places, each = self._places(Hop.QUEUE, members[0], len(members))
-                self._count_waits(members[places], waits_s[places], each)
+                first = members[0]
+                counted = self._thinnings[Hop.QUEUE, first.env, first.split].places(len(members))
+                if counted is not None:
+                    places, each = counted
+                    self._count_waits(members[places], waits_s[places], each)
 
     def _count_waits(self, groups: Sequence[StoredGroup], waited_s: Sequence[float], times: int) -> None:
         if groups:
@@ -234,9 +254,6 @@ class GroupHops:
         if self._enabled and not isnan(seconds):
             for lane in share.lanes:
                 self._row(hop, lane.first).repeat(seconds, lane.groups, lane.tokens, lane.first)
-
-    def _places(self, hop: Hop, first: StoredGroup, groups: int) -> tuple[slice, int]:
-        return self._thinnings[hop, first.env, first.split].places(groups)
 
     def _row(self, hop: Hop, group: StoredGroup) -> RowRecorder:
         """Return the row of a group, kept until the next sample: to make a key takes a microsecond."""
