@@ -180,7 +180,7 @@ EVENTS: Final = (
         replies.Ack,
         "`ack.PRODUCER/`",
         "broker",
-        "on change, and every `broker.ack_interval_s` while anything is unacked or waits",
+        "on change, once more after `broker.ack_interval_s`, and on at that pace while the producer waits",
     ),
     Published(
         control.Drain,

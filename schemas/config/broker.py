@@ -65,7 +65,7 @@ class BrokerConfig(Section):
     retain_bytes: PositiveInt = 256 * MIB
     """Trained groups kept for a trainer that resumes from a checkpoint. Above it the broker asks for a checkpoint."""
     ack_interval_s: PositiveFloat = 0.25
-    """Time between repeated acks while a group is unacked or a producer waits: a published ack may get lost."""
+    """Time after which an ack is repeated, once and on while its producer waits: a published ack may get lost."""
     pressure_interval_s: PositiveFloat = 0.25
     """Time between two `pressure` messages."""
     lease_s: PositiveFloat = 120.0

@@ -95,7 +95,9 @@ class BrokerState:
         self.tasks = Tasks(
             self.events, remembered=broker.remembered_tasks, max_deliveries=broker.max_deliveries
         )
-        self.ack_schedule = AckSchedule(broker, epoch, self.sessions, lambda: self.run.present)
+        self.ack_schedule = AckSchedule(
+            broker, epoch, self.sessions, lambda: self.run.present, lambda: self.credits.live
+        )
         self.produced = Rate()
         """Sequences accepted for training."""
         self.trainer_waits_s: defaultdict[str, float] = defaultdict(float)

@@ -1,8 +1,13 @@
-"""The ack schedule: at the end of a round with changes, and repeated while the producer lives.
+"""The ack schedule: at the end of a round with changes, repeated once, and on while the producer waits.
 
-An ack is absolute state and PUB may drop it, so it is repeated every `ack_interval_s`; less often with many
-producers, and always before a producer would ask. An ack without new credit for a producer queued for credit
-waits a little: the credit will follow.
+An ack is absolute state and PUB may drop it, so it is repeated after `ack_interval_s`; later with many producers, and
+always before a producer would ask. While the producer waits for credit, permits or tasks, the repetition goes on. Any
+other producer asks by itself where it lacks something, and a thousand of them have nothing to hear most of the time.
+An ack without new credit for a producer queued for credit waits a little: the credit will follow.
+
+Another policy is news for all live producers, and goes to them within one time of repetition. With many producers and
+a trainer of short steps that would be most of the work, so then one policy in `ANNOUNCE_S` goes to all: whoever sends,
+waits or asks hears of the others.
 
 A producer that was silent for most of `silence_s` gets no repetition. If it lives, it asks, and so shows life in
 time.
@@ -10,11 +15,12 @@ time.
 
 import math
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Final
 
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.wire.envelope import PolicyVersion
-from rolloutmq.schemas.wire.replies import Ack
+from rolloutmq.schemas.wire.replies import Ack, Wait
 from rolloutmq.services.broker.flow.sessions import ProducerSession, ProducerSessions
 
 REPEATS_PER_S: Final = 1000
@@ -28,6 +34,8 @@ GATHER_S: Final = 0.05
 
 With many producers it is as long as the repetition: a producer queued for credit gets both in one ack.
 """
+ANNOUNCE_S: Final = 3.0
+"""Time between two policies that many producers are told without another reason; one that is silent asks as often."""
 _QUIET_PART: Final = 0.7
 """Part of `silence_s` after which the repetition stops; a producer asks a second later."""
 
@@ -41,6 +49,7 @@ class AckSchedule:
         epoch: int,
         sessions: ProducerSessions,
         policy: Callable[[], PolicyVersion],
+        live: Callable[[], int],
     ) -> None:
         self._durability = config.durability
         self._interval_s = config.ack_interval_s
@@ -48,8 +57,14 @@ class AckSchedule:
         self._epoch = epoch
         self._sessions = sessions
         self._policy = policy
+        self._live = live
+        """Returns the number of live sessions."""
         self._ring: dict[int, ProducerSession] = {}
-        """Live sessions by number; the one with the oldest ack comes first."""
+        """Sessions by number whose ack is to be repeated; the one with the oldest ack comes first."""
+        self._announced = policy()
+        """Policy that all live sessions were told last."""
+        self._announce_at = 0.0
+        """Earliest time for the next one."""
 
     def adopt(self, config: BrokerConfig) -> None:
         """Apply another silence limit."""
@@ -75,7 +90,7 @@ class AckSchedule:
         )
 
     def schedule(self, session: ProducerSession, now: float) -> None:
-        """Repeat the acks of a session from now on, as long as it lives."""
+        """Repeat the ack that a session gets now as a reply."""
         if session.number not in self._ring:
             self._note_sent(session, now)
 
@@ -88,15 +103,28 @@ class AckSchedule:
                 if session.alive:
                     self._note_sent(session, now)
                     due.append(session)
+        if now >= self._announce_at and (policy := self._policy()) != self._announced:
+            self._announced = policy
+            self._announce_at = now + (ANNOUNCE_S if self._spread_s > self._interval_s else 0.0)
+            self._tell_all(now)
         while self.next_repeat() <= now:
-            session = next(iter(self._ring.values()))
+            session = self._ring.pop(next(iter(self._ring)))
             if not session.alive:
-                del self._ring[session.number]
                 continue
-            self._note_sent(session, now)
+            if session.wait is not Wait.NONE:
+                self._note_sent(session, now)
             if now - session.heard_at < self._quiet_s:
                 due.append(session)
         return due
+
+    def _tell_all(self, now: float) -> None:
+        """Let every live session have an ack within one time of repetition, evenly spread over it."""
+        others = [one for one in self._sessions if one.alive and one.number not in self._ring]
+        pause_s = self._repeat_s / max(1, len(others))
+        for place, session in enumerate(others, 1):
+            session.acked_at = now + pause_s * place - self._repeat_s
+        by_age = sorted((*self._ring.values(), *others), key=attrgetter("acked_at"))
+        self._ring = {session.number: session for session in by_age}
 
     def _note_sent(self, session: ProducerSession, now: float) -> None:
         session.acked_at = now
@@ -106,13 +134,18 @@ class AckSchedule:
     def next_repeat(self) -> float:
         """Return when the next repetition is due."""
         for oldest in self._ring.values():
-            return oldest.acked_at + max(self._interval_s, self._spread_s)
+            return oldest.acked_at + self._repeat_s
         return math.inf
+
+    @property
+    def _repeat_s(self) -> float:
+        """Time from an ack to its repetition."""
+        return max(self._interval_s, self._spread_s)
 
     @property
     def _spread_s(self) -> float:
         """Time in which every live session can get one ack."""
-        return min(len(self._ring) / REPEATS_PER_S, self._interval_s * LONGEST_INTERVALS, LONGEST_S)
+        return min(self._live() / REPEATS_PER_S, self._interval_s * LONGEST_INTERVALS, LONGEST_S)
 
     @property
     def _gather_s(self) -> float:

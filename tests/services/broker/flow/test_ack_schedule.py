@@ -7,7 +7,7 @@ from rolloutmq.bus.producer.session import SILENCE_S
 from rolloutmq.schemas.config.broker import BrokerConfig
 from rolloutmq.schemas.config.environment import EnvironmentConfig
 from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
-from rolloutmq.schemas.wire.replies import Ack
+from rolloutmq.schemas.wire.replies import Ack, Wait
 from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.core import GRANT_S
 from rolloutmq.services.broker.flow.ack_schedule import GATHER_S, LONGEST_S, REPEATS_PER_S, AckSchedule
@@ -52,10 +52,50 @@ def test_an_ack_is_repeated_an_interval_after_it_was_said_last() -> None:
     assert [name for name, _ in acked.after(INTERVAL_S * 0.7)] == ["a"]
 
 
+def test_a_producer_that_does_not_wait_hears_its_ack_twice() -> None:
+    acked, _ = settled("a", "b")
+    told = [name for _ in range(12) for name, _ in acked.after(INTERVAL_S)]
+    assert sorted(told) == ["a", "a", "a", "b", "b", "b"], (
+        "that of the registration again; more credit, and again"
+    )
+
+
+def test_acks_are_repeated_as_long_as_their_producer_waits() -> None:
+    bench, _ = in_line()
+    acked = PublishedAcks(bench)
+    while not any(ack.wait is Wait.GLOBAL_FULL for _, ack in acked.after(INTERVAL_S)):
+        pass
+    assert [ack.wait for _ in range(12) for _, ack in acked.after(INTERVAL_S)] == 12 * [Wait.GLOBAL_FULL]
+    bench.consumer()
+    bench.train(0)
+    bench.train(1)
+    assert [ack.wait for _, ack in acked.after(GRANT_S)] == [Wait.NONE]
+    assert [ack.wait for _ in range(12) for _, ack in acked.after(INTERVAL_S)] == [Wait.NONE]
+
+
+def test_another_policy_comes_to_all_live_producers_within_a_repetition() -> None:
+    many = 500
+    sessions, policies = ProducerSessions(1), [PolicyVersion()]
+    acks = AckSchedule(BrokerConfig(), 1, sessions, lambda: policies[-1], lambda: many)
+    lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
+    for number in range(many):
+        sessions.open(RegisterProducer(producer=f"p{number}", env="e"), lane, 0.0)
+    gone = next(iter(sessions))
+    gone.alive = False
+    assert acks.due(1.0) == []
+    policies.append(PolicyVersion(0, 1))
+    told = [acks.due(1.0 + step / 20) for step in range(int(20 * LONGEST_S) + 1)]
+    assert sorted(one.number for part in told for one in part) == sorted(
+        one.number for one in sessions if one is not gone
+    )
+    assert max(map(len, told)) < many / 5, "spread over the time"
+    assert acks.due(10.0) == []
+
+
 def test_many_producers_hear_their_acks_less_often_and_before_they_ask() -> None:
     many = int(REPEATS_PER_S * LONGEST_S * 0.8)
     sessions = ProducerSessions(1)
-    acks = AckSchedule(BrokerConfig(), 1, sessions, PolicyVersion)
+    acks = AckSchedule(BrokerConfig(), 1, sessions, PolicyVersion, lambda: many)
     lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
     for number in range(many):
         acks.schedule(sessions.open(RegisterProducer(producer=f"p{number}", env="e"), lane, 0.0), 0.0)
@@ -67,7 +107,7 @@ def test_many_producers_hear_their_acks_less_often_and_before_they_ask() -> None
 
 def test_where_there_are_many_what_can_wait_is_said_once_in_the_time_of_a_repetition() -> None:
     sessions = ProducerSessions(1)
-    acks = AckSchedule(BrokerConfig(), 1, sessions, PolicyVersion)
+    acks = AckSchedule(BrokerConfig(), 1, sessions, PolicyVersion, lambda: REPEATS_PER_S)
     lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
     for number in range(int(REPEATS_PER_S)):
         acks.schedule(sessions.open(RegisterProducer(producer=f"p{number}", env="e"), lane, 0.0), 0.5)
