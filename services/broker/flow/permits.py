@@ -20,7 +20,7 @@ from math import ceil
 
 from rolloutmq.schemas.wire.envelope import Split
 from rolloutmq.schemas.wire.replies import Wait
-from rolloutmq.services.broker.flow.credits import ByteCredits
+from rolloutmq.services.broker.flow.credits import MANY, ByteCredits
 from rolloutmq.services.broker.flow.sessions import ProducerSession
 from rolloutmq.services.broker.state.queues import NO_MARK, Lane, Lanes
 
@@ -96,9 +96,20 @@ class RolloutPermits:
     def _active_lanes(self, split: Split, now: float) -> "_ActiveLanes":
         return _ActiveLanes(lane for lane in self._lanes.of_split(split).lanes if self._delivers(lane, now))
 
-    def pace(self, lane: Lane, now: float) -> None:
-        """Grant permits in one lane."""
-        self._pace(lane, self._active_lanes(lane.split, now).share(lane), now)
+    def pace(self, session: ProducerSession, now: float) -> None:
+        """Grant permits to a session with news, such as its registration, and to the others of its lane.
+
+        If these are many, they follow soon: a fleet that comes back would else be paced once for each of its producers.
+        """
+        lane = session.lane
+        share = self._active_lanes(lane.split, now).share(lane)
+        if len(self._credits.producers(lane)) < MANY:
+            self._pace(lane, share, now)
+            return
+        if session.begins:
+            free = min(self._free(lane, share)[0], self._credits.starts(lane)[0])
+            self._grant([session], free, paced=lane.rule.pacing)
+        self.note(lane)
 
     def clear(self) -> None:
         """Forget all lanes."""

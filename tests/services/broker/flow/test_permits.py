@@ -15,8 +15,9 @@ from rolloutmq.schemas.wire.control import (
     WorkerState,
 )
 from rolloutmq.schemas.wire.envelope import ErrorCode, Split
-from rolloutmq.schemas.wire.replies import Ack, Batch, Ok, Wait
+from rolloutmq.schemas.wire.replies import Ack, Batch, Ok, Registered, Wait
 from rolloutmq.schemas.wire.requests import Goodbye, RegisterProducer
+from rolloutmq.services.broker.flow import permits
 from rolloutmq.services.broker.flow.credit_windows import OPEN_WINDOW
 from rolloutmq.services.broker.flow.sessions import ProducerSession
 
@@ -107,6 +108,31 @@ def test_producers_share_a_lane_evenly_within_their_slots() -> None:
         bench.tick()
     limits = [peer.sync().start_limit for peer in peers]
     assert limits == [2, 12 + 9, 9], "b delivered 12; what is outstanding is level"
+
+
+@pytest.mark.parametrize("pacing", [False, True])
+def test_each_of_many_producers_has_permits_at_once_and_the_others_follow(
+    pacing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(permits, "MANY", 3)
+    bench = Bench(config(batch=64, e={"pacing": pacing, "max_staleness": 4}))
+    asked = [RegisterProducer(producer=f"p-{number}", env="e", group_size=4, slots=2) for number in range(6)]
+    granted = [bench.ask(request, Registered).ack.start_limit for request in asked]
+    assert min(granted) >= 2, "with the answer"
+    bench.tick(1.1)
+    assert bench.pressure().lanes[0].granted == sum(granted)
+
+
+def test_of_many_producers_those_that_come_late_get_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permits, "MANY", 3)
+    bench = paced(e=0)  # 4 rollouts
+    peers = []
+    for number in range(6):
+        peers.append(bench.producer(f"p-{number}", slots=1))
+        assert starts(bench) == [min(4, number + 1)], "without a tick"
+    bench.tick(1.1)
+    acks = [peer.sync() for peer in peers]
+    assert [(ack.start_limit, ack.wait) for ack in acks[4:]] == 2 * [(0, Wait.STALE_GUARD)]
 
 
 def test_a_rollout_that_was_given_up_is_granted_again() -> None:
