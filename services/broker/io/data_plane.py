@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol
@@ -49,7 +50,9 @@ from rolloutmq.services.broker.io.door import Door
 from rolloutmq.services.broker.io.fd_guard import FdGuard
 from rolloutmq.services.broker.io.memory_guard import REMOTE_CUTS, MemoryGuard, MemoryRemedy
 from rolloutmq.services.broker.io.receive import (
+    IN_LINE,
     Arrival,
+    Asked,
     discard,
     receive,
     receive_small,
@@ -92,6 +95,15 @@ logger = logging.getLogger(__name__)
 
 BURST_MESSAGES: Final = 64
 """Most messages taken from one socket in a round."""
+
+REQUESTS_READ: Final = 4 * BURST_MESSAGES
+"""Most requests read in a round, to find those of trainers; of the others `BURST_MESSAGES` are answered."""
+
+BACKLOG_REQUESTS: Final = 1024
+"""Most requests that were read and wait for their turn; above it no further ones are read."""
+
+BACKLOG_BYTES: Final = 4 << 20
+"""The same for their bytes."""
 
 BURST_BYTES: Final = 16 << 20
 """Most bytes of groups taken in a round; at memory speed that is a few milliseconds."""
@@ -212,6 +224,8 @@ class DataPlane:
         self._wake = wake
         self._wake_fd = wake.fileno()
         self._ingests = sockets.ingests
+        self._in_line: deque[Asked] = deque()
+        self._in_line_bytes = 0
         self._stopping = False
         if journal is None:
             core.answer_by(self._send_reply)
@@ -263,7 +277,7 @@ class DataPlane:
             self._reading = reading
         if self._journal is not None:
             due = min(due, self._journal.next_deadline())
-        if self._admission and reading:
+        if self._in_line or (self._admission and reading):
             due = -math.inf
         due = min(
             due, self._fd_guard.due, self._memory_guard.due if self._memory_guard is not None else math.inf
@@ -290,8 +304,8 @@ class DataPlane:
             self._wake.clear()
         if self._door is not None:
             self._open_door(self._door)
-        if sockets.serve in readable:
-            self._burst(sockets.serve, self._serve_one)
+        if sockets.serve in readable or self._in_line:
+            self._serve(has_more=sockets.serve in readable)
         if sockets.events in readable:
             self._burst(sockets.events, self._events_one)
         if sockets.publish in readable:
@@ -381,7 +395,9 @@ class DataPlane:
             while self._accepts_groups() and socket.poll(QUIET_MS) and time.monotonic() < until:
                 self._ingest(socket, BURST_MESSAGES, BURST_BYTES)
                 self._commit()
-        self._burst(self._sockets.serve, self._serve_one)
+        self._serve(has_more=True)
+        while self._in_line:
+            self._serve(has_more=False)
         self._perform(self.core.tick(time.monotonic(), time.time()))
         self._perform(self.core.final_samples(time.time()))
         self._commit()
@@ -437,7 +453,30 @@ class DataPlane:
         self._reject("ingest: forbidden")
         return False
 
-    def _serve_one(self) -> None:
+    def _serve(self, *, has_more: bool) -> None:
+        """Read requests if there are some, answer those that do not wait in line, and then the first in the line."""
+        serve, line = self._sockets.serve, self._in_line
+        try:
+            for _ in range(REQUESTS_READ if has_more else 0):
+                if len(line) >= BACKLOG_REQUESTS or self._in_line_bytes >= BACKLOG_BYTES:
+                    break
+                asked = self._next_request()
+                if asked is not None and isinstance(asked.request, IN_LINE):
+                    line.append(asked)
+                    self._in_line_bytes += asked.nbytes
+                elif asked is not None:
+                    self._answer(asked)
+                if not int(serve.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                    break
+        except zmq.Again:
+            pass
+        for _ in range(min(len(line), BURST_MESSAGES)):
+            asked = line.popleft()
+            self._in_line_bytes -= asked.nbytes
+            self._answer(asked)
+
+    def _next_request(self) -> Asked | None:
+        """Read a request; None if it is none, which its sender is told if it can be."""
         sender = None
         if self._door is None:
             frames = receive_small(self._sockets.serve, REQUEST_LIMIT_BYTES)
@@ -448,23 +487,26 @@ class DataPlane:
         route = route_of(frames)
         if route is None:
             self._reject("serve: malformed")
-            return
+            return None
         try:
             if len(frames) != len(route) + 1:
                 raise MalformedError(
                     f"a request has exactly one frame after the empty one (got {len(frames) - len(route)})"
                 )
-            request = codec.decode_request(frames[-1])
+            return Asked(route, codec.decode_request(frames[-1]), sender, len(frames[-1]))
         except WireError as error:
             self._reject(f"serve: {error.code.value}")
             self._send_reply(route, ErrorReply(code=error.code, detail=error.detail[:500]))
-            return
+            return None
+
+    def _answer(self, asked: Asked) -> None:
+        route, request, sender, _ = asked
         if self._door is not None:
-            asked = self._door.asked(sender, request)
-            if asked is None or isinstance(asked, ErrorReply):
-                self._refuse(route, asked)
+            allowed = self._door.asked(sender, request)
+            if allowed is None or isinstance(allowed, ErrorReply):
+                self._refuse(route, allowed)
                 return
-            request = asked
+            request = allowed
         if isinstance(request, Requeue):
             self._requeue(route, request)
         elif isinstance(request, JoiningRequest):

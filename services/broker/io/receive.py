@@ -1,14 +1,17 @@
 """Receiving messages from the broker's sockets, within limits checked before decoding."""
 
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import zmq
 
 from rolloutmq.bus.transport.sockets import Socket
 from rolloutmq.schemas.errors import LimitExceededError
+from rolloutmq.schemas.wire.control import WorkerBeat
 from rolloutmq.schemas.wire.envelope import ENVELOPE_LIMIT_BYTES, FRAMES_LIMIT
+from rolloutmq.schemas.wire.joining import JoiningRequest
+from rolloutmq.schemas.wire.requests import DeclareTables, GetInfo, Goodbye, RegisterProducer, Request, Sync
 from rolloutmq.services.broker.actions import Route
 
 COPY_BELOW_BYTES: Final = 64 << 10
@@ -16,6 +19,21 @@ COPY_BELOW_BYTES: Final = 64 << 10
 ROUTE_LIMIT_FRAMES: Final = 8
 """Most frames of a return address, including the peer's correlation frames."""
 ROUTE_LIMIT_BYTES: Final = 1024
+
+
+class Asked(NamedTuple):
+    """A request that was read and not answered yet."""
+
+    route: Route
+    request: Request
+    sender: str | None
+    """As of `Door.sender_of`; None without a door."""
+    nbytes: int
+
+
+IN_LINE: Final = (RegisterProducer, DeclareTables, Sync, Goodbye, GetInfo, WorkerBeat, JoiningRequest)
+"""Requests that a thousand producers and workers send at once when a broker comes back. A trainer's wait behind them
+would hold up the groups of all. So these wait in line, and all others are answered as they are read."""
 
 
 class Arrival(msgspec.Struct):

@@ -28,9 +28,10 @@ from rolloutmq.schemas.wire.envelope import (
     Split,
 )
 from rolloutmq.schemas.wire.replies import ErrorReply, NoBatch, Ok, Wait
-from rolloutmq.schemas.wire.requests import GetInfo, Request
+from rolloutmq.schemas.wire.requests import GetInfo, Pull, Request, Sync
 from rolloutmq.services.broker.actions import Action, Answer, Dropped, Publish, Reply, Route
 from rolloutmq.services.broker.core import BrokerCore
+from rolloutmq.services.broker.io import data_plane
 from rolloutmq.services.broker.io.data_plane import (
     BURST_MESSAGES,
     BrokerLogs,
@@ -43,6 +44,7 @@ from rolloutmq.services.broker.journal.dead_letters import DeadLetterStore
 LIMIT_S = 60.0
 MAX_GROUP_BYTES = 300_000
 NEVER_S = 1e9
+PULL = Pull(consumer="c", step=1, version=PolicyVersion(), request_id="r", sequences=1)
 DECISION = ScaleDecision(env="e", at=1.0, rollout_pressure=0.5, current=1, target=2, reason="r")
 
 
@@ -227,6 +229,64 @@ def test_a_reply_leaves_before_what_is_published_with_it(
     with running(script, tmp_path) as it:
         it.ask(it.dealer(), b"", codec.encode(GetInfo()))
     assert done == ["Dropped", "Reply", "Publish"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_trainer_is_answered_ahead_of_the_producers_that_ask_at_once(tmp_path: Path, ends: bool) -> None:
+    many = 3 * BURST_MESSAGES
+    answered: list[Request] = []
+    busy, goes_on = threading.Event(), threading.Event()
+
+    def answer(route: Route, request: Request) -> list[Action]:
+        answered.append(request)
+        busy.set()
+        assert goes_on.wait(LIMIT_S)
+        return [Reply(route, Ok())]
+
+    with running(Script(answer=answer), tmp_path) as it:
+        fleet, trainer = it.dealer(), it.dealer()
+        assert fleet.poll(5000, zmq.POLLOUT)
+        assert trainer.poll(5000, zmq.POLLOUT)
+        for number in range(many):
+            fleet.send_multipart([b"", codec.encode(Sync(producer="p", session=number + 1))])
+        assert busy.wait(LIMIT_S)
+        trainer.send_multipart([b"", codec.encode(PULL)])
+        if ends:
+            it.plane.stop()
+        time.sleep(
+            0.05
+        )  # the library has it by then; if not, it comes a little later, and the bound still holds
+        goes_on.set()
+        for _ in range(many):
+            assert fleet.poll(5000)
+            fleet.recv_multipart()
+        assert trainer.poll(5000)
+    assert answered.index(PULL) <= 2 * BURST_MESSAGES
+    assert [one.session for one in answered if isinstance(one, Sync)] == list(range(1, many + 1))
+
+
+def test_producers_that_ask_too_much_are_not_read_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(data_plane, "BACKLOG_REQUESTS", 5)
+    monkeypatch.setattr(data_plane, "BURST_MESSAGES", 1)
+    longest = 0
+
+    def answer(route: Route, _: Request) -> list[Action]:
+        nonlocal longest
+        longest = max(longest, len(it.plane._in_line))
+        return [Reply(route, Ok())]
+
+    with running(Script(answer=answer), tmp_path) as it:
+        fleet = it.dealer()
+        assert fleet.poll(5000, zmq.POLLOUT)
+        for number in range(50):
+            fleet.send_multipart([b"", codec.encode(Sync(producer="p", session=number + 1))])
+        for _ in range(50):
+            assert fleet.poll(5000)
+            fleet.recv_multipart()
+    assert longest <= 5
+    assert it.plane._in_line_bytes == 0
 
 
 def test_groups_arrive_whole_small_frames_copied_and_big_ones_kept(tmp_path: Path) -> None:
