@@ -14,7 +14,8 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
+from weakref import WeakKeyDictionary
 
 import zmq
 
@@ -59,6 +60,47 @@ class _Lost(Exception):  # noqa: N818 - it never leaves this module
 
 class _Forgotten(_Lost):
     """The broker lives, and does not know the session: register again."""
+
+
+class _Ticks:
+    """Calls functions every `TICK_S`, by one timer for all of an event loop: it may have a thousand producers."""
+
+    _of: "ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Ticks]]" = WeakKeyDictionary()
+
+    def __init__(self) -> None:
+        self._calls: set[Callable[[], None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def here(cls) -> "_Ticks":
+        """Return those of the running loop."""
+        loop = asyncio.get_running_loop()
+        if (found := cls._of.get(loop)) is None:
+            found = cls._of[loop] = cls()
+        return found
+
+    def begin(self, call: Callable[[], None]) -> None:
+        """Call a function now and regularly."""
+        self._calls.add(call)
+        if self._timer is None:
+            self._again()
+        call()
+
+    def end(self, call: Callable[[], None]) -> None:
+        """Call it no more."""
+        self._calls.discard(call)
+        if not self._calls and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _again(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._again()
+        for call in tuple(self._calls):
+            if call in self._calls:  # the one before may have ended it
+                call()
 
 
 class _Sockets(NamedTuple):
@@ -114,7 +156,6 @@ class ProducerConnection:
         self._turn = asyncio.Lock()
         """Registrations and syncs never overlap: a sync after a newer registration would be refused as fenced."""
         self._look = asyncio.Event()
-        self._timer: asyncio.TimerHandle | None = None
         self._asks = False
         """Sync even if the session does not require it."""
         self._asked_anew = False
@@ -390,7 +431,8 @@ class ProducerConnection:
         return True
 
     async def _keep(self, client: BrokerClient) -> None:
-        self._tick()
+        ticks = _Ticks.here()
+        ticks.begin(self._tick)
         try:
             while True:
                 await self._look.wait()
@@ -402,12 +444,10 @@ class ProducerConnection:
                     async with self._turn:
                         await self._sync(client)
         finally:
-            if self._timer is not None:
-                self._timer.cancel()
+            ticks.end(self._tick)
 
     def _tick(self) -> None:
-        """Check the session regularly: a timer instead of a task, because a loop may have many producers."""
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        """Check the session regularly."""
         if self._session.arena is not None:
             self._session.arena.trim(time.monotonic())
         if self._must_ask():
