@@ -1,7 +1,8 @@
 """The session of a producer: its acks, permits, sendable groups and syncs. Pure; `now` is an argument.
 
 Syncs: published acks may be lost, so the session sends a `Sync` request
-- after `SILENCE_S` without an ack, while a group is unacked or a task waits for credit;
+- after `SILENCE_S` without an ack, while a group is unacked or a task waits for credit; a task that has all the permits
+  there are gets no more by asking, so it asks ever less often;
 - when a sent group is overdue;
 - soon after a rollout was abandoned, while a task waits for its permit;
 - `ALIVE_S` after the broker last heard of the session, so it does not count as dead.
@@ -44,7 +45,7 @@ SILENCE_S: Final = 1.0
 """Time without an ack, four ack intervals, after which acks or the broker count as lost."""
 ALIVE_S: Final = 3.0
 """A third of the silence after which the broker treats a producer as dead."""
-SLACK_MAX_S: Final = 15.0
+SLACK_MAX_S: Final = 30.0
 """Most time that slow acks and replies add before a group counts as lost."""
 PIPE_S: Final = 10.0
 """Time in which no group gets through to a broker that answers and reads; after it the pipe counts as dead."""
@@ -112,6 +113,8 @@ class SessionState:
         self._blocked_at: float | None = None
         """Time of the first sync that found groups to send, since a group got through."""
         self._pipe_s = PIPE_S
+        self._pause_s = SILENCE_S
+        """Silence after which a waiting session asks; it doubles with each reply that brings no credit."""
 
     def registration(self, *, new: bool = False) -> RegisterProducer:
         """Return the request that continues the session, or opens the first or a `new` one."""
@@ -193,6 +196,7 @@ class SessionState:
         if (ack.session, ack.epoch) == (self.number, self.epoch):
             self._heed(ack)
         self._is_slow(now - self._asked_at)
+        self._pause_s = min(2 * self._pause_s, ALIVE_S)
         moment = now - self._slack_s - (RESEND_MAX_S if ack.wait in _HELD else 0.0)
         accepted = self.acked(ack, now)
         return accepted, self.spool.send_overdue_again(moment)
@@ -223,7 +227,10 @@ class SessionState:
     def _apply(self, ack: Ack, now: float) -> list[SpoolEntry]:
         self._heard_at = now
         self.draining |= ack.draining
+        limits = self.credit.start_limit, self.credit.byte_limit
         self.credit.grant(ack)
+        if limits != (ack.start_limit, ack.byte_limit):
+            self._pause_s = SILENCE_S
         if self.arena is not None:
             self.arena.slots.release(ack.released)
         accepted = self.spool.accepted(ack, now)
@@ -233,19 +240,20 @@ class SessionState:
             self._known_at = max(self._known_at, accepted[-1].sent_at)
             if accepted[0].sends == 1 and accepted[0].sent_at > -math.inf:
                 took_s = now - accepted[0].sent_at
-                self._slack_s = min(max(0.0, 2 * took_s - RESEND_S), SLACK_MAX_S)
+                self._slack_s = min(max(2 * took_s - RESEND_S, self._slack_s / 2), SLACK_MAX_S)
         return accepted
 
     def must_ask(self, now: float, waiting: bool) -> bool:
         """Whether to sync now; `waiting` means that a task or a group waits for credit."""
         asked_s = now - self._asked_at
-        silent = now - self._heard_at >= SILENCE_S and asked_s >= SILENCE_S
+        silent_s = min(now - self._heard_at, asked_s)
         return (
             (
                 asked_s >= ALIVE_S
                 and (now - self._known_at >= ALIVE_S or self._reported != self.credit.abandoned)
             )
-            or (silent and (waiting or len(self.spool) > 0))
+            or (silent_s >= SILENCE_S and len(self.spool) > 0)
+            or (waiting and silent_s >= self._pause_s)
             or (waiting and self.credit.abandoned != self._reported and asked_s >= REPORT_S)
             or (asked_s >= RESEND_S and self.spool.overdue(now - self._slack_s))
         )

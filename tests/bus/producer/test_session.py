@@ -66,6 +66,18 @@ def test_it_asks_after_silence_only_while_it_waits_for_something() -> None:
     assert idle.must_ask(ALIVE_S, waiting=False)
 
 
+def test_a_task_that_gets_nothing_by_asking_asks_less_often() -> None:
+    session = opened()
+    asked = 0.0
+    for pause in (SILENCE_S, 2 * SILENCE_S, ALIVE_S, ALIVE_S):
+        assert not session.must_ask(asked + 0.9 * pause, waiting=True)
+        asked += pause
+        assert session.must_ask(asked, waiting=True)
+        session.synced(ack(), session.ask(asked), asked)
+    session.acked(ack(start_limit=5), asked)
+    assert session.must_ask(asked + SILENCE_S, waiting=True), "there was more, and there may be again"
+
+
 def test_an_ack_and_a_question_end_the_silence() -> None:
     session = opened(1)
     session.acked(ack(), 0.5)
@@ -138,6 +150,19 @@ def test_where_acks_take_long_groups_are_not_sent_again_soon() -> None:
     assert session.must_ask(moment, waiting=False)
     again = session.synced(ack(cumulative=1), session.ask(moment), moment)[1]
     assert [entry.header.seq for entry in again] == [2]
+
+
+def test_one_quick_ack_does_not_end_the_patience_with_a_busy_broker() -> None:
+    session = opened(1)
+    send(session, 0.0)
+    session.acked(ack(cumulative=1), 10.0)
+    add(session, "quick")
+    send(session, 11.0)
+    session.acked(ack(cumulative=2), 11.1)
+    add(session, "slow")
+    send(session, 12.0)
+    assert session.synced(ack(cumulative=2), session.ask(21.0), 21.0)[1] == []
+    assert len(session.synced(ack(cumulative=2), session.ask(23.0), 23.0)[1]) == 1
 
 
 def test_patience_with_slow_acks_has_an_end() -> None:
