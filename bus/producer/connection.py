@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import ClassVar, Final, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod
 
 import zmq
 
@@ -63,13 +63,16 @@ class _Forgotten(_Lost):
 
 
 class _Ticks:
-    """Calls functions every `TICK_S`, by one timer for all of an event loop: it may have a thousand producers."""
+    """Calls methods every `TICK_S`, by one timer for all of an event loop: it may have a thousand producers.
+
+    It keeps neither the loop nor an object of a method alive.
+    """
 
     _of: "ClassVar[WeakKeyDictionary[asyncio.AbstractEventLoop, _Ticks]]" = WeakKeyDictionary()
 
     def __init__(self) -> None:
-        self._calls: set[Callable[[], None]] = set()
-        self._timer: asyncio.TimerHandle | None = None
+        self._calls: set[WeakMethod[Callable[[], None]]] = set()
+        self._is_due = False
 
     @classmethod
     def here(cls) -> "_Ticks":
@@ -80,27 +83,33 @@ class _Ticks:
         return found
 
     def begin(self, call: Callable[[], None]) -> None:
-        """Call a function now and regularly."""
-        self._calls.add(call)
-        if self._timer is None:
+        """Call a method regularly."""
+        self._calls.add(WeakMethod(call))
+        if not self._is_due:
             self._again()
-        call()
 
     def end(self, call: Callable[[], None]) -> None:
         """Call it no more."""
-        self._calls.discard(call)
-        if not self._calls and self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        self._calls.discard(WeakMethod(call))
 
     def _again(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        self._is_due = True
+        asyncio.get_running_loop().call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
-        self._again()
-        for call in tuple(self._calls):
-            if call in self._calls:  # the one before may have ended it
-                call()
+        self._is_due = False
+        if self._calls:
+            self._again()
+        for method in tuple(self._calls):
+            call = method()
+            if call is None:
+                self._calls.discard(method)
+            elif method in self._calls:  # the one before may have ended it
+                try:
+                    call()
+                except Exception as error:  # noqa: BLE001 - others must not miss their ticks
+                    about = {"message": f"tick failed of {call!r}", "exception": error}
+                    asyncio.get_running_loop().call_exception_handler(about)
 
 
 class _Sockets(NamedTuple):
@@ -434,6 +443,7 @@ class ProducerConnection:
         ticks = _Ticks.here()
         ticks.begin(self._tick)
         try:
+            self._tick()
             while True:
                 await self._look.wait()
                 self._look.clear()

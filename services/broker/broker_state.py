@@ -96,7 +96,7 @@ class BrokerState:
             self.events, remembered=broker.remembered_tasks, max_deliveries=broker.max_deliveries
         )
         self.ack_schedule = AckSchedule(
-            broker, epoch, self.sessions, lambda: self.run.present, lambda: self.credits.live
+            broker, epoch, self.sessions, lambda: self.run.present, lambda: self.credits.sessions
         )
         self.produced = Rate()
         """Sequences accepted for training."""

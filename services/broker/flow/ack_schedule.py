@@ -5,16 +5,16 @@ always before a producer would ask. While the producer waits for credit, permits
 other producer asks by itself where it lacks something, and a thousand of them have nothing to hear most of the time.
 An ack without new credit for a producer queued for credit waits a little: the credit will follow.
 
-Another policy is news for all live producers, and goes to them within one time of repetition. With many producers and
-a trainer of short steps that would be most of the work, so then one policy in `ANNOUNCE_S` goes to all: whoever sends,
-waits or asks hears of the others.
+Another policy is news for all live producers: once, each gets an ack within one time of repetition. With many of them
+and a trainer of short steps that would be most of the work, so then one policy in `ANNOUNCE_S` goes to all. Whoever
+sends, waits or asks hears of the others.
 
-A producer that was silent for most of `silence_s` gets no repetition. If it lives, it asks, and so shows life in
-time.
+A producer that was silent for most of `silence_s` gets no repetition. If it lives, it asks, and so shows life in time.
 """
 
 import math
-from collections.abc import Callable
+from collections import OrderedDict
+from collections.abc import Callable, Collection
 from operator import attrgetter
 from typing import Final
 
@@ -34,10 +34,12 @@ GATHER_S: Final = 0.05
 
 With many producers it is as long as the repetition: a producer queued for credit gets both in one ack.
 """
+MANY: Final = 256
+"""Live producers from which on it costs too much to tell all of them each policy of a trainer of short steps."""
 ANNOUNCE_S: Final = 3.0
 """Time between two policies that many producers are told without another reason; one that is silent asks as often."""
 _QUIET_PART: Final = 0.7
-"""Part of `silence_s` after which the repetition stops; a producer asks a second later."""
+"""Part of `silence_s` after which the repetition stops; a producer asks at the latest three seconds later."""
 
 
 class AckSchedule:
@@ -49,7 +51,7 @@ class AckSchedule:
         epoch: int,
         sessions: ProducerSessions,
         policy: Callable[[], PolicyVersion],
-        live: Callable[[], int],
+        live: Callable[[], Collection[ProducerSession]],
     ) -> None:
         self._durability = config.durability
         self._interval_s = config.ack_interval_s
@@ -58,8 +60,8 @@ class AckSchedule:
         self._sessions = sessions
         self._policy = policy
         self._live = live
-        """Returns the number of live sessions."""
-        self._ring: dict[int, ProducerSession] = {}
+        """Returns the live sessions."""
+        self._ring: OrderedDict[int, ProducerSession] = OrderedDict()
         """Sessions by number whose ack is to be repeated; the one with the oldest ack comes first."""
         self._announced = policy()
         """Policy that all live sessions were told last."""
@@ -105,10 +107,10 @@ class AckSchedule:
                     due.append(session)
         if now >= self._announce_at and (policy := self._policy()) != self._announced:
             self._announced = policy
-            self._announce_at = now + (ANNOUNCE_S if self._spread_s > self._interval_s else 0.0)
+            self._announce_at = now + (ANNOUNCE_S if len(self._live()) > MANY else 0.0)
             self._tell_all(now)
         while self.next_repeat() <= now:
-            session = self._ring.pop(next(iter(self._ring)))
+            _, session = self._ring.popitem(last=False)
             if not session.alive:
                 continue
             if session.wait is not Wait.NONE:
@@ -119,12 +121,12 @@ class AckSchedule:
 
     def _tell_all(self, now: float) -> None:
         """Let every live session have an ack within one time of repetition, evenly spread over it."""
-        others = [one for one in self._sessions if one.alive and one.number not in self._ring]
+        others = [one for one in self._live() if one.number not in self._ring]
         pause_s = self._repeat_s / max(1, len(others))
         for place, session in enumerate(others, 1):
             session.acked_at = now + pause_s * place - self._repeat_s
         by_age = sorted((*self._ring.values(), *others), key=attrgetter("acked_at"))
-        self._ring = {session.number: session for session in by_age}
+        self._ring = OrderedDict((session.number, session) for session in by_age)
 
     def _note_sent(self, session: ProducerSession, now: float) -> None:
         session.acked_at = now
@@ -145,7 +147,7 @@ class AckSchedule:
     @property
     def _spread_s(self) -> float:
         """Time in which every live session can get one ack."""
-        return min(self._live() / REPEATS_PER_S, self._interval_s * LONGEST_INTERVALS, LONGEST_S)
+        return min(len(self._live()) / REPEATS_PER_S, self._interval_s * LONGEST_INTERVALS, LONGEST_S)
 
     @property
     def _gather_s(self) -> float:

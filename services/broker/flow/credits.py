@@ -23,7 +23,7 @@ The sums of granted bytes and rollouts are kept here, in one place: `charge`.
 """
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum, auto
 from typing import Final
 
@@ -135,6 +135,11 @@ class ByteCredits:
     def room(self) -> int:
         """Bytes that are neither held nor granted."""
         return self._config.high_bytes - self._lanes.held_bytes - self.granted_bytes
+
+    @property
+    def sessions(self) -> Collection[ProducerSession]:
+        """The live sessions."""
+        return self._live.values()
 
     @property
     def live(self) -> int:

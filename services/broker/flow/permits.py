@@ -41,6 +41,10 @@ class RolloutPermits:
         """Some lanes were left out since the last `pace_all`."""
         self._short: set[Lane] = set()
         """Lanes without pacing whose producers have fewer permits than due: the marks left no more."""
+        self._late: set[Lane] = set()
+        """Lanes with many producers that were not paced at once."""
+        self._lacking: set[Lane] = set()
+        """Lanes some of whose producers had fewer permits than they may have, when they were paced."""
         self._due: set[Lane] = set()
         """Lanes that may have more permits than when they were paced."""
         self._paced_for: object = None
@@ -51,6 +55,7 @@ class RolloutPermits:
         """Grant permits in every lane."""
         self.behind = False
         self._short.clear()
+        self._late.clear()
         self._paced_for = self._conditions()
         self._active = {split: self._active_lanes(split, now) for split in Split}
         self._take_due()
@@ -67,8 +72,9 @@ class RolloutPermits:
             self.pace_all(now)
             return
         self.behind = True
-        for lane in sorted(self._take_due() | self._short, key=lambda lane: lane.number):
-            if lane.rule.pacing or lane in self._short:
+        late, self._late = self._late, set()
+        for lane in sorted(self._take_due() | self._short | late, key=lambda lane: lane.number):
+            if lane.rule.pacing or lane in self._short or lane in late:
                 self._pace(lane, self._active[lane.split].share(lane), now)
 
     def used_up(self, split: Split) -> bool:
@@ -96,24 +102,33 @@ class RolloutPermits:
     def _active_lanes(self, split: Split, now: float) -> "_ActiveLanes":
         return _ActiveLanes(lane for lane in self._lanes.of_split(split).lanes if self._delivers(lane, now))
 
-    def pace(self, session: ProducerSession, now: float) -> None:
-        """Grant permits to a session with news, such as its registration, and to the others of its lane.
+    def pace(self, lane: Lane, now: float) -> bool:
+        """Grant permits in one lane; return whether that has to follow with `pace_urgent`.
 
-        If these are many, they follow soon: a fleet that comes back would else be paced once for each of its producers.
+        It has for many producers: a fleet that comes back would else be paced once for each of its producers.
+        """
+        if len(self._credits.producers(lane)) < MANY:
+            self._pace(lane, self._active_lanes(lane.split, now).share(lane), now)
+            return False
+        self._late.add(lane)
+        return True
+
+    def pace_new(self, session: ProducerSession, now: float) -> None:
+        """Grant permits in the lane of a session that has just been registered; `pace_urgent` has to follow.
+
+        Of many producers it gets some at once, unless others lack permits.
         """
         lane = session.lane
-        share = self._active_lanes(lane.split, now).share(lane)
-        if len(self._credits.producers(lane)) < MANY:
-            self._pace(lane, share, now)
-            return
-        if session.begins:
+        if self.pace(lane, now) and lane not in self._lacking and session.begins:
+            share = self._active_lanes(lane.split, now).share(lane)
             free = min(self._free(lane, share)[0], self._credits.starts(lane)[0])
             self._grant([session], free, paced=lane.rule.pacing)
-        self.note(lane)
 
     def clear(self) -> None:
         """Forget all lanes."""
         self._short.clear()
+        self._late.clear()
+        self._lacking.clear()
         self._due.clear()
         self._active.clear()
         self._paced_for = None
@@ -133,7 +148,10 @@ class RolloutPermits:
         if room < free or not lane.rule.pacing:
             free, reason = min(free, room), full if not self.stalled else reason
         self._short.discard(lane)
-        self._grant(open_, free, paced=lane.rule.pacing)
+        if self._grant(open_, free, paced=lane.rule.pacing):
+            self._lacking.add(lane)
+        else:
+            self._lacking.discard(lane)
         # Without pacing a window is refilled when half of it is used: a session with less than all need not wait.
         held_back = lane.rule.pacing or lane in self._short
         idle = self._lacks_tasks(lane, sessions)
@@ -198,8 +216,11 @@ class RolloutPermits:
         """
         return session.wait is Wait.STALE_GUARD and not self.batch_tokens
 
-    def _grant(self, sessions: Iterable[ProducerSession], free: int, *, paced: bool) -> None:
-        """Grant one rollout at a time to the session with the fewest, within its limit."""
+    def _grant(self, sessions: Iterable[ProducerSession], free: int, *, paced: bool) -> bool:
+        """Grant one rollout at a time to the session with the fewest, within its limit.
+
+        Return whether some of them may have more.
+        """
         heap = []
         for session in sessions:
             limit = session.slots if paced else self._credits.open_window(session)
@@ -223,6 +244,7 @@ class RolloutPermits:
         for session in given.values():
             self._credits.charge(session)
             session.touch()
+        return bool(heap)
 
 
 class _ActiveLanes:

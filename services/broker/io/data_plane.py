@@ -94,7 +94,7 @@ logger = logging.getLogger(__name__)
 
 
 BURST_MESSAGES: Final = 64
-"""Most messages taken from one socket in a round."""
+"""Most messages taken from one socket in a round; from `serve`, as many again that waited in line."""
 
 REQUESTS_READ: Final = 4 * BURST_MESSAGES
 """Most requests read in a round, to find those of trainers; of the others `BURST_MESSAGES` are answered."""
@@ -455,17 +455,19 @@ class DataPlane:
 
     def _serve(self, *, has_more: bool) -> None:
         """Read requests if there are some, answer those that do not wait in line, and then the first in the line."""
-        serve, line = self._sockets.serve, self._in_line
+        serve, line, left = self._sockets.serve, self._in_line, BURST_MESSAGES
         try:
             for _ in range(REQUESTS_READ if has_more else 0):
-                if len(line) >= BACKLOG_REQUESTS or self._in_line_bytes >= BACKLOG_BYTES:
+                if len(line) >= BACKLOG_REQUESTS or self._in_line_bytes >= BACKLOG_BYTES or not left:
                     break
                 asked = self._next_request()
                 if asked is not None and isinstance(asked.request, IN_LINE):
                     line.append(asked)
                     self._in_line_bytes += asked.nbytes
-                elif asked is not None:
-                    self._answer(asked)
+                else:
+                    left -= 1
+                    if asked is not None:
+                        self._answer(asked)
                 if not int(serve.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
                     break
         except zmq.Again:
@@ -632,7 +634,7 @@ class DataPlane:
             case Reply(route, message, frames):
                 self._send_reply(route, message, frames)
             case Publish(topic, message):
-                self._sockets.events.send_multipart([topic, codec.encode(message)], zmq.NOBLOCK)
+                send_frames(self._sockets.events, (topic, codec.encode(message)))
             case Dropped(record):
                 self._log("dropped.jsonl", self._logs.dropped, record)
             case Recorded(batch):

@@ -11,7 +11,8 @@ from rolloutmq.schemas.errors import LimitExceededError
 from rolloutmq.schemas.wire.control import WorkerBeat
 from rolloutmq.schemas.wire.envelope import ENVELOPE_LIMIT_BYTES, FRAMES_LIMIT
 from rolloutmq.schemas.wire.joining import JoiningRequest
-from rolloutmq.schemas.wire.requests import DeclareTables, GetInfo, Goodbye, RegisterProducer, Request, Sync
+from rolloutmq.schemas.wire.requests import DeclareTables, Goodbye, RegisterProducer, Request, Sync
+from rolloutmq.schemas.wire.tasks import HandBack, TakeTasks
 from rolloutmq.services.broker.actions import Route
 
 COPY_BELOW_BYTES: Final = 64 << 10
@@ -31,9 +32,12 @@ class Asked(NamedTuple):
     nbytes: int
 
 
-IN_LINE: Final = (RegisterProducer, DeclareTables, Sync, Goodbye, GetInfo, WorkerBeat, JoiningRequest)
+IN_LINE: Final = (
+    RegisterProducer, DeclareTables, Sync, Goodbye, WorkerBeat, TakeTasks, HandBack, JoiningRequest,
+)  # fmt: skip
 """Requests that a thousand producers and workers send at once when a broker comes back. A trainer's wait behind them
-would hold up the groups of all. So these wait in line, and all others are answered as they are read."""
+would hold up the groups of all. So these wait in line, and all others are answered as they are read: they are few, or
+keep their sender from asking again."""
 
 
 class Arrival(msgspec.Struct):

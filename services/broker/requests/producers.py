@@ -109,7 +109,7 @@ class ProducerRequests:
         self._claim(session, request.arena)
         state.credits.revive(session, now)
         state.ack_schedule.schedule(session, now)
-        state.permits.pace(session, now)
+        state.permits.pace_new(session, now)
         state.permits_due = True
         return Registered(ack=state.ack_schedule.of(session), info=state.run.info)
 
@@ -187,7 +187,7 @@ class ProducerRequests:
             return session
         if request.abandoned > session.abandoned:
             self._state.credits.abandoned(session, request.abandoned)
-            self._state.permits.pace(session, now)
+            self._state.permits_due |= self._state.permits.pace(session.lane, now)
         if request.paused or session.paused:
             self._pause(session, request, now)
         return self._state.ack_schedule.of(session)
@@ -198,7 +198,7 @@ class ProducerRequests:
         if request.paused and session.start_limit > (limit := max(session.used, request.begun)):
             session.start_limit = limit
             self._state.credits.charge(session)
-        self._state.permits.pace(session, now)
+        self._state.permits_due |= self._state.permits.pace(session.lane, now)
 
     def goodbye(self, request: Goodbye, now: float) -> Ok | ErrorReply:
         """Close a session; a repetition changes nothing."""

@@ -195,7 +195,7 @@ async def busy_loop(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
     def keep() -> None:
         time.sleep(connection.TURN_S * 1.5)
 
-    monkeypatch.setattr(connection, "TURN_S", 0.05)
+    monkeypatch.setattr(connection, "TURN_S", 0.25)
     others = asyncio.create_task(take_turns())
     try:
         yield

@@ -5,6 +5,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 from tests.services.broker.bench import TABLE, WALL, Bench, config, header, ids, lasting
+from tests.services.broker.flow.test_credits import in_line
 
 from rolloutmq.schemas.config.run import RunConfig
 from rolloutmq.schemas.files import Endpoints
@@ -22,7 +23,17 @@ from rolloutmq.schemas.wire.control import (
 )
 from rolloutmq.schemas.wire.envelope import Envelope, ErrorCode, PolicyVersion, Split
 from rolloutmq.schemas.wire.joining import JoiningRequest
-from rolloutmq.schemas.wire.replies import Ack, Batch, ErrorReply, InfoReply, NoBatch, Ok, Registered, RunInfo
+from rolloutmq.schemas.wire.replies import (
+    Ack,
+    Batch,
+    ErrorReply,
+    InfoReply,
+    NoBatch,
+    Ok,
+    Registered,
+    RunInfo,
+    Wait,
+)
 from rolloutmq.schemas.wire.requests import (
     Commit,
     ConsumerBeat,
@@ -60,10 +71,11 @@ def test_a_burst_is_acked_once_at_the_end_of_its_round() -> None:
     assert acks(bench) == []
 
 
-def test_acks_are_repeated_while_the_producer_lives_and_cease_before_it_is_given_up() -> None:
-    bench = Bench()
-    peer = bench.producer()
-    bench.tick()
+def test_acks_are_repeated_while_the_producer_waits_and_cease_before_it_is_given_up() -> None:
+    bench, peer = in_line()
+    while not any(ack.wait is Wait.GLOBAL_FULL for ack in acks(bench, 0.05)):
+        pass
+    peer.sync()
     assert sum(len(acks(bench, 0.05)) for _ in range(20)) in {3, 4}
     for _ in range(7):
         bench.tick(1.0)

@@ -10,7 +10,13 @@ from rolloutmq.schemas.wire.envelope import PolicyVersion, Split
 from rolloutmq.schemas.wire.replies import Ack, Wait
 from rolloutmq.schemas.wire.requests import RegisterProducer
 from rolloutmq.services.broker.core import GRANT_S
-from rolloutmq.services.broker.flow.ack_schedule import GATHER_S, LONGEST_S, REPEATS_PER_S, AckSchedule
+from rolloutmq.services.broker.flow.ack_schedule import (
+    ANNOUNCE_S,
+    GATHER_S,
+    LONGEST_S,
+    REPEATS_PER_S,
+    AckSchedule,
+)
 from rolloutmq.services.broker.flow.sessions import ProducerSessions
 from rolloutmq.services.broker.state.queues import Lane
 
@@ -76,7 +82,9 @@ def test_acks_are_repeated_as_long_as_their_producer_waits() -> None:
 def test_another_policy_comes_to_all_live_producers_within_a_repetition() -> None:
     many = 500
     sessions, policies = ProducerSessions(1), [PolicyVersion()]
-    acks = AckSchedule(BrokerConfig(), 1, sessions, lambda: policies[-1], lambda: many)
+    acks = AckSchedule(
+        BrokerConfig(), 1, sessions, lambda: policies[-1], lambda: [one for one in sessions if one.alive]
+    )
     lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
     for number in range(many):
         sessions.open(RegisterProducer(producer=f"p{number}", env="e"), lane, 0.0)
@@ -89,13 +97,17 @@ def test_another_policy_comes_to_all_live_producers_within_a_repetition() -> Non
         one.number for one in sessions if one is not gone
     )
     assert max(map(len, told)) < many / 5, "spread over the time"
-    assert acks.due(10.0) == []
+    assert acks.due(2.0) == []
+    policies.append(PolicyVersion(0, 2))
+    assert [len(acks.due(2.0 + step)) for step in range(2)] == [0, 0], "that would be most of the work"
+    acks.due(1.0 + ANNOUNCE_S)
+    assert len(acks.due(1.0 + ANNOUNCE_S + LONGEST_S)) > many / 2
 
 
 def test_many_producers_hear_their_acks_less_often_and_before_they_ask() -> None:
     many = int(REPEATS_PER_S * LONGEST_S * 0.8)
     sessions = ProducerSessions(1)
-    acks = AckSchedule(BrokerConfig(), 1, sessions, PolicyVersion, lambda: many)
+    acks = AckSchedule(BrokerConfig(), 1, sessions, PolicyVersion, lambda: list(sessions))
     lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
     for number in range(many):
         acks.schedule(sessions.open(RegisterProducer(producer=f"p{number}", env="e"), lane, 0.0), 0.0)
@@ -107,7 +119,7 @@ def test_many_producers_hear_their_acks_less_often_and_before_they_ask() -> None
 
 def test_where_there_are_many_what_can_wait_is_said_once_in_the_time_of_a_repetition() -> None:
     sessions = ProducerSessions(1)
-    acks = AckSchedule(BrokerConfig(), 1, sessions, PolicyVersion, lambda: REPEATS_PER_S)
+    acks = AckSchedule(BrokerConfig(), 1, sessions, PolicyVersion, lambda: list(sessions))
     lane = Lane("e", Split.TRAIN, EnvironmentConfig(entry="a:B"), 0.0)
     for number in range(int(REPEATS_PER_S)):
         acks.schedule(sessions.open(RegisterProducer(producer=f"p{number}", env="e"), lane, 0.0), 0.5)

@@ -135,6 +135,37 @@ def test_of_many_producers_those_that_come_late_get_what_is_left(monkeypatch: py
     assert [(ack.start_limit, ack.wait) for ack in acks[4:]] == 2 * [(0, Wait.STALE_GUARD)]
 
 
+@pytest.mark.parametrize("pacing", [False, True])
+def test_of_many_producers_one_that_fails_always_does_not_keep_the_permits(
+    pacing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(permits, "MANY", 3)
+    marks = {} if pacing else {"high_groups": 4}
+    bench = Bench(config(broker=marks, batch=16, e={"pacing": pacing, "max_staleness": 0}))
+    broken = [bench.producer(f"broken-{number}", slots=2) for number in range(2)]
+    sound = [bench.producer(f"sound-{number}", slots=2) for number in range(2)]
+    bench.tick()
+    for count in range(1, 20):
+        for peer in broken:
+            peer.sync(abandoned=min(count, peer.sync().start_limit))
+        bench.tick()
+    assert min(peer.sync().start_limit for peer in sound) >= 1
+
+
+def test_of_many_producers_the_others_soon_have_the_permits_of_one_that_pauses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(permits, "MANY", 2)
+    bench = paced(e=0)
+    first, second = (bench.producer(name, slots=4) for name in ("p", "q"))
+    bench.tick()
+    assert [peer.sync().start_limit for peer in (first, second)] == [4, 0]
+    first.sync(paused=True)
+    assert bench.core.next_deadline(bench.now) <= bench.now, "in this round"
+    bench.tick(0.0)
+    assert second.sync().start_limit == 4
+
+
 def test_a_rollout_that_was_given_up_is_granted_again() -> None:
     bench = paced(e=0)
     peer = bench.producer(slots=99)
