@@ -93,7 +93,7 @@ class Dtype(IntEnum):
     OPAQUE = 13
 
 
-class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True):
+class PolicyVersion(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """Version of a policy: `step` optimizer steps in an `incarnation` of the trainer.
 
     A trainer that resumes from a checkpoint starts a new incarnation, so a repeated step differs from the lost one

@@ -161,7 +161,7 @@ class ConsumerRegistered(Message, tag="consumer_registered", frozen=True, kw_onl
     """Steps after `resume` that do not come again: a later checkpoint was committed, and their groups were deleted."""
 
 
-class Delivery(Message, tag="delivery", frozen=True, kw_only=True):
+class Delivery(Message, tag="delivery", frozen=True, kw_only=True, gc=False):
     """One group of a batch. The frames of groups without a `place` follow the `Batch` in order."""
 
     header: GroupHeader

@@ -199,7 +199,7 @@ def _copied(frames: Frames) -> Frames:
     return tuple(map(bytes, frames))
 
 
-class StoredGroup(msgspec.Struct, eq=False):
+class StoredGroup(msgspec.Struct, eq=False, gc=False):
     """One accepted group, from its acceptance until its checkpoint.
 
     Attributes:
