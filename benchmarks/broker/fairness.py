@@ -4,14 +4,17 @@ The quiet environment sends a small group, waits for its ack, and pauses, repeat
 that send large groups as fast as their credit allows, and a trainer that consumes all of them, so that credit never
 runs out for long. Each figure has its own broker; the clock covers `send` and `flush`.
 
-A control measures the machine alone: two processes exchange messages of the same size over a bare socket, at the same
-pace, beside the same flood.
+These figures include the machine's scheduler: on few cores, whoever wakes waits for the flood's processes. So a control
+measures the machine alone. Two processes exchange messages of the same size over a bare socket, at the same pace,
+beside the same flood. For durability `disk`, the one that answers first writes the message to a file and syncs it. The
+delay inside the broker is the ack beside the flood against that control beside the flood.
 
     python -m benchmarks.broker.fairness ROLE DIRECTORY ...    one process of a round
 """
 
 import asyncio
 import contextlib
+import os
 import subprocess
 import sys
 import time
@@ -41,10 +44,13 @@ WARM_UP: Final = 100
 PAUSE_S: Final = 0.005
 BATCH_SEQUENCES: Final = 512
 GOAL: Final = 2.0
+CONTROLS: Final = {"disk": "ping-disk", "memory": "ping"}
+"""Role of the control at each durability."""
 
 
 def rows() -> Iterator[Row]:
     """At `disk`, where an ack waits for a sync, and at `memory`, where it waits only for its turn."""
+    beside = f"beside {FLOODS} producers that push {LARGE}"
     for durability in ("disk", "memory"):
         yield near(
             f"ack of a quiet environment, p99 ms, {durability}",
@@ -54,9 +60,18 @@ def rows() -> Iterator[Row]:
             "nobody else sends",
             GOAL,
         )
+    for durability, control in CONTROLS.items():
+        yield near(
+            f"ack of a quiet environment, p99 ms, {durability}",
+            beside,
+            partial(ack_p99_ms, durability, FLOODS),
+            partial(ack_p99_ms, durability, FLOODS, role=control),
+            "a bare socket beside them" + (", synced to disk" if durability == "disk" else ""),
+            GOAL,
+        )
     yield near(
         "round trip of a bare socket, p99 ms",
-        f"beside {FLOODS} producers that push {LARGE}, memory",
+        f"{beside}, memory",
         partial(ack_p99_ms, "memory", FLOODS, role="ping"),
         partial(ack_p99_ms, "memory", 0, role="ping"),
         "nobody else sends",
@@ -102,12 +117,12 @@ async def _quiet(directory: Path, sends: str) -> None:
     print(counted[len(counted) * 99 // 100], flush=True)
 
 
-async def _ping(directory: Path, sends: str) -> None:
+async def _ping(directory: Path, sends: str, echo_role: str = "echo") -> None:
     address, took = f"ipc://{directory}/bare", []
     body = bytes(SMALL.nbytes)
     with zmq.Context() as context, context.socket(zmq.REQ) as socket:
         socket.connect(address)
-        command = [sys.executable, "-m", "benchmarks.broker.fairness", "echo", str(directory)]
+        command = [sys.executable, "-m", "benchmarks.broker.fairness", echo_role, str(directory)]
         echo = subprocess.Popen(command)  # noqa: ASYNC220 - there is nothing else in this process
         with stage.ended(echo):
             socket.send(body)
@@ -128,6 +143,20 @@ async def _echo(directory: Path) -> None:
         socket.bind(f"ipc://{directory}/bare")
         while True:
             socket.send(socket.recv())
+
+
+async def _echo_disk(directory: Path) -> None:
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.REP) as socket,
+        (directory / "bare.log").open("wb", 0) as log,
+    ):
+        socket.bind(f"ipc://{directory}/bare")
+        while True:
+            message = socket.recv()
+            log.write(message)
+            os.fdatasync(log.fileno())
+            socket.send(message)
 
 
 async def _flood(directory: Path, number: str) -> None:
@@ -154,7 +183,9 @@ def main(role: str, *words: str) -> None:
         "flood": _flood,
         "consumer": _consumer,
         "ping": _ping,
+        "ping-disk": partial(_ping, echo_role="echo-disk"),
         "echo": _echo,
+        "echo-disk": _echo_disk,
     }
     directory, *rest = words
 
