@@ -72,8 +72,8 @@ from rolloutmq.services.process.runner import Stop, run_service
 logger = logging.getLogger(__name__)
 
 GC_THRESHOLD: Final = 10_000, 20, 20
-"""Objects, and collections of the younger generation, between two garbage collections. The broker makes few cycles. With
-the defaults of Python, a profile showed a twelfth of its CPU in the search for them."""
+"""Objects, and collections of the younger generation, between two garbage collections. The broker makes few cycles.
+With the defaults of Python, a profile showed a twelfth of its CPU in the search for them."""
 
 JOURNAL_DESCRIPTORS: Final = 64
 """Descriptors reserved for the journal, which takes them one by one when clients have used up the others."""
